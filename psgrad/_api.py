@@ -1,0 +1,217 @@
+"""The public functions: check the call, choose a chunk size, run the engine, put the rows together."""
+
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar, overload
+
+import optree
+import torch
+from torch import Tensor
+
+from . import _engine, _memory, _problem
+from . import _functorch as ft
+from ._errors import ArgumentError, ArgumentTypeError
+from ._problem import Problem
+from ._sink import DenseSink
+from .ops import use_rules
+
+P = TypeVar("P")
+Randomness = Literal["different", "same", "error"]
+
+
+@overload
+def per_sample_grads(
+    fn: Callable[..., Any],
+    params: P,
+    batch: Any,
+    *,
+    in_dims: Any = 0,
+    has_aux: Literal[False] = False,
+    return_value: Literal[False] = False,
+    chunk_size: int | None = None,
+    max_bytes: int | None = None,
+    randomness: Randomness = "different",
+    out: P | None = None,
+) -> P: ...
+@overload
+def per_sample_grads(
+    fn: Callable[..., Any],
+    params: P,
+    batch: Any,
+    *,
+    in_dims: Any = 0,
+    has_aux: bool = False,
+    return_value: bool = False,
+    chunk_size: int | None = None,
+    max_bytes: int | None = None,
+    randomness: Randomness = "different",
+    out: P | None = None,
+) -> tuple[P, Any]: ...
+
+
+def per_sample_grads(
+    fn: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    *,
+    in_dims: Any = 0,
+    has_aux: bool = False,
+    return_value: bool = False,
+    chunk_size: int | None = None,
+    max_bytes: int | None = None,
+    randomness: Randomness = "different",
+    out: Any = None,
+) -> Any:
+    """The gradient of `fn(params, sample)` for every sample of `batch`.
+
+    >>> def fn(params, sample):  # the loss of one sample
+    ...     x, y = sample
+    ...     return (x @ params["w"] + params["b"] - y) ** 2
+    >>> params = {"w": torch.tensor([1.0, 2.0]), "b": torch.tensor(0.0)}
+    >>> x, y = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]), torch.tensor([0.0, 2.0, 1.0])
+    >>> psgrad.per_sample_grads(fn, params, (x, y))
+    {'w': tensor([[2., 0.],
+            [0., 0.],
+            [4., 4.]]), 'b': tensor([2., 0., 4.])}
+
+    The same numbers as `vmap(grad(fn), in_dims=(None, 0))(params, batch)` up to rounding, at about the
+    price of one ordinary backward pass; it also answers where that expression refuses (data-dependent
+    branches, recurrent layers, dropout, old-style autograd Functions).
+
+    - Pure: nothing is set on a tensor or a module, no buffer is changed, an exception leaves no trace.
+    - The result is not attached to the autograd graph. Inside a torch.func transform (`grad` of a
+      function that calls this one, `vmap`, `jacrev` ...) it is differentiable like any other function.
+    - `chunk_size` and `max_bytes` change memory and time, never the answer (random numbers apart: under a
+      seed they repeat for the same chunk size).
+    - A parameter that `fn` does not use gets zeros. An empty batch gives `(0, *shape)`.
+    - Where even vmap refuses, samples run one by one, with a `FallbackWarning` that names the reason.
+
+    Args:
+        fn: `fn(params, sample) -> loss`, a tensor with one element; with `has_aux`, `(loss, aux)`.
+        params: a pytree of floating-point tensors, just those to differentiate.
+        batch: a pytree of tensors, each with the samples along its `in_dims` axis.
+        in_dims: the sample axis, an int or a pytree prefix of `batch`; None shares a leaf between samples.
+        has_aux: `fn` returns `(loss, aux)`; aux comes back with a leading sample axis.
+        return_value: the losses come back too.
+        chunk_size: how many samples to run at once; None runs all.
+        max_bytes: a bound on what the call allocates beyond its inputs and its result; the chunk size is
+            worked out from shapes.
+        randomness: "different": each sample draws its own random numbers; "same": all share one draw;
+            "error": drawing is refused.
+        out: a pytree of tensors like the result, written in place and returned; saves the allocation,
+            which for large results is most of the time.
+
+    Returns:
+        A pytree like `params`, leaves `(N, *shape)` with the parameter's dtype and device. With
+        `return_value` `(grads, values)`, with `has_aux` `(grads, aux)`, with both
+        `(grads, (values, aux))`.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: an argument, or what `fn` returns, does not fit; the message
+            names the path and the remedy.
+        UnsupportedOpError: an op uses a parameter in a way that has no per-sample gradient.
+    """
+    problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness=randomness, has_aux=has_aux)
+    buffers = _buffers(out, problem) if out is not None else None
+    step = _step(problem, chunk_size, max_bytes)
+    if ft.current_level() is not None or not ft.AVAILABLE:
+        grads, outcome = _composed(problem, step)
+    else:
+        with _engine.differentiating():
+            grads, outcome = _chunked(problem, step, buffers)
+    if buffers is not None:
+        for target, rows in zip(optree.tree_leaves(out), grads, strict=True):
+            if target is not rows and not (target.data_ptr() == rows.data_ptr() and target.is_contiguous()):
+                target.copy_(rows)
+        result = out
+    else:
+        result = optree.tree_unflatten(problem.params_spec, grads)
+    if not has_aux:
+        return (result, outcome.values) if return_value else result
+    assert outcome.aux_spec is not None
+    aux = optree.tree_unflatten(outcome.aux_spec, outcome.aux)
+    return result, (outcome.values, aux) if return_value else aux
+
+
+def _step(problem: Problem, chunk_size: int | None, max_bytes: int | None) -> int:
+    """How many samples to run at once."""
+    for name, value in (("chunk_size", chunk_size), ("max_bytes", max_bytes)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ArgumentError(f"{name}={value!r} is not a positive int\n  give one, or None for no bound.")
+    if chunk_size is not None and max_bytes is not None:
+        raise ArgumentError("chunk_size and max_bytes are both given\n  give one: max_bytes works out a chunk size.")
+    if max_bytes is not None and problem.n > 0 and ft.current_level() is None:
+        return _memory.chunk_size(problem, max_bytes)
+    return min(chunk_size or problem.n, problem.n)
+
+
+def _buffers(out: Any, problem: Problem) -> list[Tensor]:
+    """`out` checked, as contiguous tensors to write into."""
+    leaves, spec = optree.tree_flatten(out)
+    if spec != problem.params_spec:
+        raise ArgumentError(f"out has another structure than params\n  params: {problem.params_spec}\n  out: {spec}")
+    buffers = []
+    for name, p, t in zip(problem.names, problem.params, leaves, strict=True):
+        path, want = name.replace("params", "out", 1), (problem.n, *p.shape)
+        if not isinstance(t, Tensor):
+            raise ArgumentTypeError(f"{path} is a {type(t).__name__}, not a tensor\n  give a tensor of shape {want}.")
+        if tuple(t.shape) != want or t.dtype != p.dtype or t.device != p.device:
+            raise ArgumentError(
+                f"{path} has shape {tuple(t.shape)}, dtype {t.dtype}, device {t.device}\n"
+                f"  the gradients have shape {want}, dtype {p.dtype}, device {p.device}."
+            )
+        if t.requires_grad:
+            raise ArgumentError(f"{path} requires grad, and cannot be written in place\n  give out.detach().")
+        buffers.append(t.detach() if t.is_contiguous() else torch.empty_like(t, memory_format=torch.contiguous_format))
+    return buffers
+
+
+def _chunked(problem: Problem, step: int, buffers: list[Tensor] | None) -> tuple[list[Tensor], _engine.Outcome]:
+    """The engine over chunks of `step` samples, each writing its rows of the result."""
+    if problem.n == 0:
+        return _nothing(problem, buffers)
+    if step >= problem.n:
+        sink = DenseSink(problem.params, problem.n, buffers)
+        outcome = _engine.run(problem, sink)
+        return sink.result(), outcome
+    whole = buffers or [p.new_empty(problem.n, *p.shape) for p in problem.params]
+    outcomes = []
+    for start in range(0, problem.n, step):
+        rows = slice(start, start + step)
+        part = problem.rows(rows)
+        sink = DenseSink(problem.params, part.n, [t[rows] for t in whole])
+        outcomes.append(_engine.run(part, sink))
+        sink.result()
+    values = torch.cat([o.values for o in outcomes])
+    aux = [torch.cat(leaves) for leaves in zip(*(o.aux for o in outcomes), strict=True)]
+    return whole, _engine.Outcome(values, aux, outcomes[0].aux_spec)
+
+
+def _nothing(problem: Problem, buffers: list[Tensor] | None) -> tuple[list[Tensor], _engine.Outcome]:
+    """The answer for no samples; `fn` runs on zeros only where the shape of aux is wanted."""
+    grads = buffers or [p.new_empty(0, *p.shape) for p in problem.params]
+    if not problem.has_aux:
+        return grads, _engine.Outcome(problem.params[0].new_empty(0), [], None)
+    sample = [t.new_zeros(t.shape[1:]) if b else t for t, b in zip(problem.batch, problem.batched, strict=True)]
+    with torch.no_grad():
+        out = problem.call(problem.params, sample)
+    return grads, _engine.Outcome(out.loss.new_empty(0), [a.new_empty(0, *a.shape) for a in out.aux], out.aux_spec)
+
+
+def _composed(problem: Problem, step: int) -> tuple[list[Tensor], _engine.Outcome]:
+    """Inside somebody else's transform: `vmap(grad(fn))` with the rules as composable Functions."""
+    spec: list[optree.PyTreeSpec | None] = [None]
+    batch = [t for t, b in zip(problem.batch, problem.batched, strict=True) if b]
+
+    def loss(params: list[Tensor], rows: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        each = iter(rows)
+        sample = [next(each) if b else t for t, b in zip(problem.batch, problem.batched, strict=True)]
+        out = problem.call(params, sample)
+        spec[0] = out.aux_spec
+        return out.loss, out.aux
+
+    per_sample = torch.func.grad_and_value(loss, has_aux=True)
+    with use_rules():
+        grads, (values, aux) = torch.vmap(
+            per_sample, in_dims=(None, 0), randomness=problem.randomness, chunk_size=step or None
+        )(problem.params, batch)
+    return grads, _engine.Outcome(values, aux, spec[0])

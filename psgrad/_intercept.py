@@ -1,0 +1,311 @@
+"""The mode under which `fn` runs: it sends the uses of parameters to rules and answers control flow.
+
+`fn` runs once, inside vmap, on parameters that are batched tensors with stride 0 along the samples. Any
+torch function it calls passes through `Intercept`:
+
+    a rule for it, and a parameter among its operands  -> the rule, once for the whole batch
+    parameters only, no sample in sight                -> computed once: a view, or a new `Source`
+    a Python value wanted from a batched tensor        -> answered where all samples agree, else `Diverged`
+    anything else                                      -> plain vmap: exact, dense
+"""
+
+import types
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from . import _functorch as ft
+from ._errors import PsgradError, name_of, place
+from ._factors import Factor
+from ._param import Param, Source, shares_memory
+from ._pure import PURE
+from ._registry import RULES, Call, Decline, Fold, Needs, Rule
+
+_ANSWERS: frozenset[Callable[..., Any]] = frozenset(
+    getattr(torch.Tensor, name) for name in ("__bool__", "__int__", "__float__", "__index__", "item", "tolist")
+) | {torch.is_nonzero}
+
+
+class Sink(Protocol):
+    """Where the factors of a backward go."""
+
+    def add(self, param: Param, factor: Factor, use: "Use | None") -> None: ...
+
+
+class Use(NamedTuple):
+    """One op's use of parameters, for `explain`."""
+
+    params: tuple[Param, ...]
+    op: str
+    place: str
+    rule: str | None  # None: plain vmap
+    reason: str  # why no rule
+
+
+class Diverged(BaseException):
+    """Samples want different answers: `groups` are the rows that agree. Not for `fn` to catch."""
+
+    def __init__(self, groups: list[Tensor]) -> None:
+        self.groups = groups
+
+
+class _Run(NamedTuple):
+    rule: Rule
+    call: Call
+    sink: Sink
+    use: Use | None
+
+
+class _Apply(torch.autograd.Function):
+    """A rule on (N, ...) tensors in ordinary autograd: factors go to the sink, never through the graph.
+
+    `anchor` is what makes the output require a gradient where the input does not.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, run: "_Run", dtype: torch.dtype | None, x: Tensor, anchor: Any) -> Any:
+        rule, call, _, _ = run
+        values = [p.value.detach() if isinstance(p, Param) else p for p in call.params]
+        if dtype is not None:
+            values = [None if v is None else v.to(dtype) for v in values]
+        y, saved = rule.forward(call.options, x, *values)
+        ctx.save_for_backward(x, *saved)
+        ctx.run, ctx.values = run, values
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        rule, call, sink, use = ctx.run
+        x, *saved = ctx.saved_tensors
+        needs = Needs(ctx.needs_input_grad[2], tuple(isinstance(p, Param) for p in call.params))
+        with torch.autocast(g.device.type, enabled=False):
+            gx, factors = rule.backward(call.options, g, x, ctx.values, saved, needs)
+            for param, factor in zip(call.params, factors, strict=True):
+                if isinstance(param, Param) and factor is not None:
+                    sink.add(param, factor, use)
+        return None, None, gx, None
+
+
+class Intercept(TorchFunctionMode):
+    """One run of `fn` over N samples. Lives for one call in one thread."""
+
+    def __init__(self, n: int, randomness: str, sink: Sink, log: list[Use] | None = None) -> None:
+        super().__init__()
+        self.n, self.randomness, self.sink, self.log = n, randomness, sink, log
+        self.level = -1
+        self.sources: list[Source] = []
+        self.tracked: dict[int, Param] = {}  # by the id of the wrapped tensor, which the Param keeps alive
+        self.anchor = torch.zeros((), requires_grad=True)
+
+    def track(self, source: Source, wrapped: Tensor) -> None:
+        """Recognise `wrapped` as `source` whenever `fn` uses it."""
+        self.sources.append(source)
+        self.tracked[id(wrapped)] = Param(source.value, source, wrapped)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        rule = RULES.get(func)
+        if rule is not None:
+            return self._ruled(rule, func, args, kwargs)
+        if func in _ANSWERS:
+            return self._answer(func, args, kwargs)
+        if func in PURE:
+            return self._pure(func, args, kwargs)
+        if _is_composite(func) and self._params_in(args, kwargs):
+            with self:  # torch's own Python: what it calls comes here again
+                return _opened(func)(*args, **kwargs)
+        if self.log is not None and not _is_attribute(func):
+            self._note(func, args, kwargs, None, "no rule for this function")
+        return func(*args, **kwargs)
+
+    # ---- parameters among the arguments ------------------------------------------------------------
+
+    def _resolve(self, value: Any) -> Any:
+        """`value` with every tracked tensor replaced by its Param."""
+        if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+            return type(value)(self._resolve(v) for v in value)
+        return self.tracked.get(id(value), value)
+
+    def _params_in(self, args: Any, kwargs: Any) -> list[Param]:
+        found = []
+        for value in (*args, *kwargs.values()):
+            for item in value if type(value) in (list, tuple) else (value,):
+                if id(item) in self.tracked:
+                    found.append(self.tracked[id(item)])
+        return found
+
+    def _samples_in(self, args: Any, kwargs: Any) -> bool:
+        """Whether a tensor that differs between samples, and is no parameter, is among the arguments."""
+        for value in (*args, *kwargs.values()):
+            for item in value if type(value) in (list, tuple) else (value,):
+                if isinstance(item, Tensor) and id(item) not in self.tracked and ft.is_batched(item, self.level):
+                    return True
+        return False
+
+    def _note(self, func: Any, args: Any, kwargs: Any, rule: str | None, reason: str = "") -> Use | None:
+        """Log a use of parameters, where somebody wants the log."""
+        if self.log is None or not (params := self._params_in(args, kwargs)):
+            return None
+        self.log.append(Use(tuple(params), name_of(func), place(), rule, reason))
+        return self.log[-1]
+
+    # ---- the four ways -----------------------------------------------------------------------------
+
+    def _plain(self, func: Any, args: Any, kwargs: Any, reason: str) -> Any:
+        self._note(func, args, kwargs, None, reason)
+        return func(*args, **kwargs)
+
+    def _ruled(self, rule: Rule | Fold, func: Any, args: Any, kwargs: Any) -> Any:
+        params = self._params_in(args, kwargs)
+        if not params and isinstance(rule, Rule) and rule.only_params:
+            return func(*args, **kwargs)
+        if ft.current_level() != self.level:
+            return self._plain(func, args, kwargs, "inside another transform")
+        if not self._samples_in(args, kwargs):
+            if not params:
+                return func(*args, **kwargs)
+            if isinstance(rule, Fold):
+                return self._plain(func, args, kwargs, "no rule for this use of a parameter")
+            if rule.only_params:  # a weight made of weights, not a weight at work
+                return self._once(func, args, kwargs)
+        if isinstance(rule, Fold):
+            return self._folded(rule, func, args, kwargs)
+        try:
+            call = rule.bind(*self._resolve(args), **{k: self._resolve(v) for k, v in kwargs.items()})
+        except PsgradError:
+            raise
+        except TypeError:  # a wrong call: torch's own message is the better one
+            return func(*args, **kwargs)
+        if isinstance(call, Decline):
+            return self._plain(func, args, kwargs, call.reason)
+        if any(isinstance(p, Tensor) and ft.is_batched(p, self.level) for p in call.params):
+            return self._plain(func, args, kwargs, "the weight differs between samples")
+        run = _Run(rule, call, self.sink, self._note(func, args, kwargs, rule.name))
+        x = call.x.wrapped if isinstance(call.x, Param) else call.x
+        out = ft.below(self._apply, run, ft.lower(x, self.n, self.level))
+        return ft.wrap(out, self.level)
+
+    def _apply(self, run: _Run, x: Tensor) -> Tensor:
+        """A rule's call on the (N, ...) input, one level below vmap."""
+        rule, call = run.rule, run.call
+        device = x.device.type
+        dtype = None
+        if call.before is not None:
+            x = call.before(x)
+        anchor = self.anchor if any(isinstance(p, Param) for p in call.params) else None
+        if not torch.is_autocast_enabled(device):
+            y: Tensor = _Apply.apply(run, dtype, x, anchor)  # type: ignore[no-untyped-call]
+        else:
+            if rule.autocast == "lower" and x.dtype != torch.float64:
+                dtype = torch.get_autocast_dtype(device)
+                x = x.to(dtype)
+            elif rule.autocast == "float32" and device != "cpu" and x.dtype != torch.float64:
+                x = x.float()  # what autocast does to norms on accelerators
+            with torch.autocast(device, enabled=False):
+                y = _Apply.apply(run, dtype, x, anchor)  # type: ignore[no-untyped-call]
+        return y if call.after is None else call.after(y)
+
+    def _folded(self, rule: Fold, func: Any, args: Any, kwargs: Any) -> Any:
+        bound = rule.bind(self.randomness, *args, **kwargs)
+        if isinstance(bound, Decline):
+            return func(*args, **kwargs)
+        tensors, options = bound
+        lowered = [None if t is None else ft.lower(t, self.n, self.level) for t in tensors]
+        return ft.wrap(ft.below(rule.run, options, *lowered), self.level)
+
+    def _pure(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if not self._params_in(args, kwargs):
+            return func(*args, **kwargs)
+        if ft.current_level() != self.level or self._samples_in(args, kwargs):
+            return self._plain(func, args, kwargs, "no rule for this function")
+        return self._once(func, args, kwargs)
+
+    def _once(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A function of parameters alone: computed once, tracked as a view or as a new source."""
+
+        def value_of(a: Any) -> Any:
+            if type(a) in (list, tuple):
+                return type(a)(value_of(v) for v in a)
+            return self.tracked[id(a)].value if id(a) in self.tracked else a
+
+        values = func(*map(value_of, args), **{k: value_of(v) for k, v in kwargs.items()})
+        params = self._params_in(args, kwargs)
+        many = isinstance(values, (list, tuple))
+        flat = list(values) if many else [values]
+        if not all(isinstance(v, Tensor) for v in flat):
+            return func(*args, **kwargs)
+        viewed: list[Any] | None = None
+        for i, value in enumerate(flat):
+            if not value.requires_grad:  # detached, or of integers: a constant
+                continue
+            home = next((p for p in params if shares_memory(value, p.source.value)), None)
+            if home is not None and value.dtype == home.source.value.dtype:
+                if viewed is None:
+                    wrapped = func(*args, **kwargs)  # the same view of the leaf, for plain vmap
+                    viewed = list(wrapped) if many else [wrapped]
+                self.tracked[id(viewed[i])] = Param(value, home.source, viewed[i])
+                flat[i] = viewed[i]
+            else:
+                flat[i] = self._derived(value, name_of(func), params)
+        if not many:
+            return flat[0]
+        return type(values)(flat) if type(values) in (list, tuple) else type(values)(*flat)
+
+    def _derived(self, value: Tensor, op: str, params: list[Param]) -> Tensor:
+        """A new source for a value that was computed from parameters alone."""
+        value = value.contiguous()
+        leaf = value.detach().expand(self.n, *value.shape).requires_grad_()
+        wrapped = ft.wrap(leaf, self.level)
+        names = dict.fromkeys(p.source.name for p in params)
+        self.track(Source(len(self.sources), f"{op}({', '.join(names)})", value, leaf), wrapped)
+        return wrapped
+
+    def _answer(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A Python value from a batched tensor, where all samples give the same."""
+        t = args[0]
+        if ft.current_level() != self.level or not ft.is_batched(t, self.level):
+            return func(*args, **kwargs)
+        rows = ft.lower(t, self.n, self.level).detach()
+        flat = rows.reshape(self.n, -1)
+        if not bool(((flat == flat[:1]) | (flat.isnan() & flat[:1].isnan())).all()):
+            group = torch.unique(flat, dim=0, return_inverse=True)[1]
+            groups = [(group == k).nonzero().flatten() for k in range(int(group.max()) + 1)]
+            if len(groups) > 1:
+                raise Diverged(groups)
+        return func(rows[0], *args[1:], **kwargs)
+
+
+def _is_attribute(func: Any) -> bool:
+    return getattr(func, "__name__", "") in (
+        "__get__",
+        "dim",
+        "size",
+        "numel",
+        "__len__",
+        "stride",
+        "is_floating_point",
+    )
+
+
+def _is_composite(func: Any) -> bool:
+    """Whether `func` is torch's own Python, made of other torch functions."""
+    return type(func) is types.FunctionType and func.__module__ == "torch.nn.functional"
+
+
+def _no(*_: Any) -> bool:
+    return False
+
+
+@cache
+def _opened(func: types.FunctionType) -> Callable[..., Any]:
+    """`func` without its own hand-over to modes, so that the mode sees the functions it is made of."""
+    scope = func.__globals__ | dict.fromkeys(
+        ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _no
+    )
+    opened = types.FunctionType(func.__code__, scope, func.__name__, func.__defaults__, func.__closure__)
+    opened.__kwdefaults__ = func.__kwdefaults__
+    return opened

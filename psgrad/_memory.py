@@ -1,0 +1,135 @@
+"""How much a call allocates, and the chunk size that keeps it under a bound: from shapes, before running."""
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from . import _engine
+from ._errors import ArgumentError, PsgradError
+from ._intercept import Diverged
+from ._problem import Problem
+from ._sink import DenseSink
+
+
+class Meter(TorchDispatchMode):
+    """Follows the storages that come to life under it: bytes alive now, and the most at any time."""
+
+    def __init__(self, known: list[Tensor]) -> None:
+        super().__init__()
+        self.alive = self.peak = 0
+        self.seen = {t.untyped_storage()._cdata for t in known}
+        self.known = known  # keeps their storages, and so their addresses, from being used again
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (list, tuple)) else (out,):
+            if isinstance(t, Tensor):
+                self._meet(t)
+        return out
+
+    def _meet(self, t: Tensor) -> None:
+        storage = t.untyped_storage()
+        key = storage._cdata
+        if key not in self.seen:
+            self.seen.add(key)
+            self.alive += storage.nbytes()
+            self.peak = max(self.peak, self.alive)
+            weakref.finalize(storage, self._part, key, storage.nbytes())
+
+    def _part(self, key: int, size: int) -> None:
+        self.seen.discard(key)
+        self.alive -= size
+
+
+@contextlib.contextmanager
+def fake(problem: Problem) -> Iterator[Problem]:
+    """The same problem on tensors that have shapes and no memory. What `fn` closes over follows suit."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, _engine.differentiating():
+
+        def faked(t: Any) -> Any:
+            return mode.from_tensor(t, static_shapes=True) if isinstance(t, Tensor) else t
+
+        yield replace(problem, params=[faked(p) for p in problem.params], batch=[faked(t) for t in problem.batch])
+
+
+def _first(problem: Problem, n: int) -> Problem:
+    """The problem with n samples; the first n, or on fake tensors any."""
+    return problem.rows(slice(0, n))
+
+
+def _peak(problem: Problem) -> int:
+    """Bytes that a run allocates beyond its inputs and its result."""
+    buffers = [p.new_empty(problem.n, *p.shape) for p in problem.params]
+    inputs = [t for t in (*problem.params, *problem.batch, *buffers) if isinstance(t, Tensor)]
+    with Meter(inputs) as meter:
+        _engine.run(problem, DenseSink(problem.params, problem.n, buffers))
+    return meter.peak
+
+
+def peak_bytes(problem: Problem, n: int) -> int:
+    """What a run on n samples allocates beyond its inputs and its result.
+
+    On shapes alone where `fn` allows it; where it looks at values, from runs on one and on two samples.
+    """
+    try:
+        with fake(problem) as shapes:
+            buffers = DenseSink(shapes.params, n, [p.new_empty(n, *p.shape) for p in shapes.params])
+            part = _first(shapes, n)
+            inputs = [t for t in (*part.params, *part.batch, *(buffers.buffers or ())) if isinstance(t, Tensor)]
+            with Meter(inputs) as meter:
+                _engine.vmapped(part, buffers)
+            return meter.peak
+    except PsgradError:
+        raise
+    except (Exception, Diverged):
+        with _engine.differentiating():
+            one = _peak(_first(problem, 1))
+            two = _peak(_first(problem, 2)) if n > 1 and problem.n > 1 else one
+        return one + (n - 1) * max(two - one, 0)
+
+
+_CHOSEN: "weakref.WeakKeyDictionary[Any, dict[Any, int]]" = weakref.WeakKeyDictionary()
+
+
+def chunk_size(problem: Problem, max_bytes: int) -> int:
+    """The most samples, or nearly, that can run at once within `max_bytes`."""
+    tensors = [t for t in (*problem.params, *problem.batch) if isinstance(t, Tensor)]
+    key = (max_bytes, tuple((t.shape, t.dtype, t.device) for t in tensors))
+    try:
+        known = _CHOSEN.setdefault(problem.fn, {})  # a choice of memory, never of the answer: safe to remember
+    except TypeError:  # a callable that takes no weak reference
+        known = {}
+    if key not in known:
+        known[key] = _choose(problem, max_bytes)
+    return known[key]
+
+
+def _choose(problem: Problem, max_bytes: int) -> int:
+    top = peak_bytes(problem, problem.n)
+    if top <= max_bytes or problem.n == 1:
+        low, least = problem.n, top
+    else:
+        low, least = 1, peak_bytes(problem, 1)
+    if least > max_bytes:
+        raise ArgumentError(
+            f"max_bytes={max_bytes:,} is too little: one sample at a time needs {least:,}\n"
+            f"  give at least max_bytes={least}, or make the sample smaller."
+        )
+    high, low_bytes, high_bytes = problem.n, least, top
+    for _ in range(6):  # secant steps: the peak is close to a straight line in n
+        if high - low <= 1 or low_bytes >= 0.9 * max_bytes:
+            break
+        share = (max_bytes - low_bytes) / max(high_bytes - low_bytes, 1)
+        middle = min(max(low + int(share * (high - low)), low + 1), high - 1)
+        size = peak_bytes(problem, middle)
+        if size <= max_bytes:
+            low, low_bytes = middle, size
+        else:
+            high, high_bytes = middle, size
+    return low

@@ -1,0 +1,59 @@
+"""Parameters as `fn` meets them: stored once, whatever the number of samples."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def shares_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are views of one storage."""
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
+@dataclass(eq=False, slots=True)
+class Source:
+    """A tensor whose per-sample gradients are collected: a parameter, or a function of parameters alone.
+
+    A function of parameters alone (a mask times a weight, a weight norm, a cast) is the same for every
+    sample, so it is computed once, and its per-sample gradients are pulled back to the parameters at the
+    end. `value` is contiguous, has no sample axis, and carries the graph of that function.
+    """
+
+    index: int
+    name: str
+    value: Tensor
+    leaf: Tensor  # (N, *shape), stride 0 along N: what plain vmap differentiates
+
+
+@dataclass(eq=False, slots=True)
+class Param:
+    """A source as an op sees it: whole, or through a view that shares the source's memory."""
+
+    value: Tensor
+    source: Source
+    wrapped: Tensor  # the batched tensor that `fn` holds
+
+    def view(self, fn: Callable[[Tensor], Tensor]) -> "Param | None":
+        """The same parameter through `fn`, or None where `fn` cannot do without a copy."""
+        value = fn(self.value.detach())
+        return Param(value, self.source, self.wrapped) if shares_memory(value, self.value) else None
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.value.shape
+
+    def dim(self) -> int:
+        return self.value.dim()
+
+    @property
+    def whole(self) -> bool:
+        """Whether this is the source as it stands."""
+        return self.value.shape == self.source.value.shape and self.value.stride() == self.source.value.stride()
+
+    def rows(self, grads: Tensor) -> Tensor:
+        """This view's part of `grads`, the contiguous (N, *shape) gradients of the source."""
+        n, start = len(grads), self.value.storage_offset() - self.source.value.storage_offset()
+        strides = (self.source.value.numel(), *self.value.stride())
+        return grads.as_strided((n, *self.value.shape), strides, grads.storage_offset() + start)

@@ -1,0 +1,194 @@
+"""One call, validated: flat tensors, their paths, and how to run `fn` on them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from . import _functorch as ft
+from ._errors import ArgumentError, ArgumentTypeError
+
+Index = slice | Tensor
+
+
+class Sampled(NamedTuple):
+    """What `fn` gave for one sample, or under vmap for each: the loss, and aux as flat tensors."""
+
+    loss: Tensor
+    aux: list[Tensor]
+    aux_spec: optree.PyTreeSpec | None
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """`fn` over N samples: `params` and `batch` as flat lists, a batch leaf's sample axis in front."""
+
+    fn: Callable[..., Any]
+    names: list[str]
+    params: list[Tensor]
+    params_spec: optree.PyTreeSpec
+    batch: list[Any]
+    batched: list[bool]  # whether a leaf of `batch` has the sample axis
+    batch_spec: optree.PyTreeSpec
+    n: int
+    randomness: str
+    has_aux: bool
+
+    def rows(self, index: Index) -> "Problem":
+        """The same for some of the samples only."""
+        take = (lambda t: t[index]) if isinstance(index, slice) else (lambda t: t.index_select(0, index.to(t.device)))
+        batch = [take(t) if b else t for t, b in zip(self.batch, self.batched, strict=True)]
+        n = len(range(*index.indices(self.n))) if isinstance(index, slice) else len(index)
+        return replace(self, batch=batch, n=n)
+
+    def sample(self, i: int) -> list[Any]:
+        """The batch leaves of sample i, without the sample axis."""
+        return [t[i] if b else t for t, b in zip(self.batch, self.batched, strict=True)]
+
+    def call(self, params: Sequence[Tensor], sample: Sequence[Any]) -> Sampled:
+        """`fn` once, on flat leaves; its output checked."""
+        out = self.fn(optree.tree_unflatten(self.params_spec, params), optree.tree_unflatten(self.batch_spec, sample))
+        aux: Any = None
+        if self.has_aux:
+            if not (isinstance(out, tuple) and len(out) == 2):
+                raise ArgumentTypeError(
+                    f"fn must return (loss, aux) with has_aux=True, but returned {_type(out)}\n"
+                    "  return the two as a tuple, or drop has_aux."
+                )
+            out, aux = out
+        loss = _scalar(out, self.has_aux)
+        if not self.has_aux:
+            return Sampled(loss, [], None)
+        leaves, spec = optree.tree_flatten(aux)
+        return Sampled(loss, [_aux_leaf(a, i, spec) for i, a in enumerate(leaves)], spec)
+
+
+def _type(value: object) -> str:
+    return "nothing (None)" if value is None else f"a {type(value).__name__}"
+
+
+def _scalar(loss: Any, has_aux: bool) -> Tensor:
+    """The loss as a tensor without axes; one of shape (1,) or (1, 1) counts as a scalar."""
+    if not isinstance(loss, Tensor):
+        also = "" if has_aux or not isinstance(loss, tuple) else " (for (loss, aux) say has_aux=True)"
+        raise ArgumentTypeError(
+            f"fn must return the loss of one sample as a tensor, but returned {_type(loss)}{also}\n"
+            "  return a tensor with one element."
+        )
+    if loss.numel() != 1:
+        raise ArgumentError(
+            f"fn must return one number per sample, but its loss has shape {tuple(loss.shape)}\n"
+            "  reduce it, for example with .mean() or .sum(); fn sees one sample, without the batch axis."
+        )
+    if not loss.is_floating_point():
+        raise ArgumentTypeError(
+            f"fn must return a real loss, but its dtype is {loss.dtype}\n  return a floating-point tensor."
+        )
+    return loss.reshape(())
+
+
+def _aux_leaf(leaf: Any, i: int, spec: optree.PyTreeSpec) -> Tensor:
+    if isinstance(leaf, Tensor):
+        return leaf.detach()
+    if isinstance(leaf, (bool, int, float)):
+        return torch.as_tensor(leaf)
+    where = spec.accessors()[i].codify("aux")
+    raise ArgumentTypeError(
+        f"{where} is {_type(leaf)}, not a tensor or a number\n  aux travels back per sample: return tensors only."
+    )
+
+
+# ---- making one ---------------------------------------------------------------------------------------
+
+
+def make(
+    fn: Callable[..., Any], params: Any, batch: Any, *, in_dims: Any, randomness: str, has_aux: bool = False
+) -> Problem:
+    """Check the arguments of a public function and lay them out."""
+    if not callable(fn):
+        raise ArgumentTypeError(f"fn is {_type(fn)}, not a function\n  give fn(params, sample) -> loss.")
+    if randomness not in ("different", "same", "error"):
+        raise ArgumentError(
+            f'randomness={randomness!r} is not one of "different", "same", "error"\n'
+            "  different: each sample draws its own; same: all share one draw; error: drawing is refused."
+        )
+    names, leaves, params_spec = flat_params(params)
+    batch_leaves, batched, batch_spec, n = _flat_batch(batch, in_dims)
+    return Problem(fn, names, leaves, params_spec, batch_leaves, batched, batch_spec, n, randomness, has_aux)
+
+
+def _own(t: Tensor) -> Tensor:
+    """`t` without graph, and usable in autograd even where it was made in inference mode.
+
+    Inside somebody else's transform it stays as it is: they may be differentiating us.
+    """
+    if ft.current_level() is not None:
+        return t
+    return t.clone() if t.is_inference() else t.detach()
+
+
+def flat_params(params: Any) -> tuple[list[str], list[Tensor], optree.PyTreeSpec]:
+    leaves, spec = optree.tree_flatten(params)
+    names = [accessor.codify("params") for accessor in spec.accessors()]
+    for name, leaf in zip(names, leaves, strict=True):
+        if not isinstance(leaf, Tensor):
+            raise ArgumentTypeError(
+                f"{name} is {_type(leaf)}, not a tensor\n"
+                "  params holds just what is differentiated: let fn close over the rest."
+            )
+        if not leaf.is_floating_point():
+            raise ArgumentTypeError(
+                f"{name} has dtype {leaf.dtype}, which has no gradient\n"
+                "  params holds just what is differentiated: let fn close over the rest."
+            )
+    if not leaves:
+        raise ArgumentError("params holds no tensor\n  give a pytree with the tensors to differentiate.")
+    return names, [_own(leaf) for leaf in leaves], spec
+
+
+def _flat_batch(batch: Any, in_dims: Any) -> tuple[list[Any], list[bool], optree.PyTreeSpec, int]:
+    leaves, spec = optree.tree_flatten(batch, none_is_leaf=True)
+    names = [accessor.codify("batch") for accessor in spec.accessors()]
+    try:
+        dims = optree.broadcast_prefix(in_dims, batch, none_is_leaf=True)
+    except (ValueError, TypeError) as error:
+        raise ArgumentError(
+            f"in_dims={in_dims!r} does not fit the batch\n"
+            f"  give one int, or a pytree prefix of the batch as in torch.vmap ({str(error).splitlines()[0]})."
+        ) from None
+    moved: list[Any] = []
+    sizes: dict[str, int] = {}
+    for name, leaf, dim in zip(names, leaves, dims, strict=True):
+        if leaf is None or dim is None:
+            moved.append(_own(leaf) if isinstance(leaf, Tensor) else leaf)
+            continue
+        if not isinstance(dim, int) or isinstance(dim, bool):
+            raise ArgumentTypeError(f"in_dims for {name} is {_type(dim)}\n  give an int, or None for a shared leaf.")
+        if not isinstance(leaf, Tensor):
+            raise ArgumentTypeError(
+                f"{name} is {_type(leaf)}, not a tensor\n"
+                "  make it a tensor with one row per sample, or give it in_dims=None: the same for all samples."
+            )
+        if not -leaf.dim() <= dim < leaf.dim():
+            raise ArgumentError(
+                f"{name} has shape {tuple(leaf.shape)}, which has no axis {dim}\n"
+                "  the sample axis is in_dims (0 unless given); in_dims=None shares a leaf between all samples."
+            )
+        sizes[name] = leaf.shape[dim]
+        moved.append(_own(leaf).movedim(dim, 0))
+    if not sizes:
+        raise ArgumentError(
+            "batch has no tensor with a sample axis\n  give at least one tensor, with in_dims other than None."
+        )
+    if len(set(sizes.values())) > 1:
+        lengths = ", ".join(f"{name} has {size}" for name, size in sizes.items())
+        raise ArgumentError(
+            f"batch leaves disagree on the number of samples: {lengths}\n"
+            "  every leaf needs one row per sample along its in_dims axis; in_dims=None shares a leaf."
+        )
+    n = next(iter(sizes.values()))
+    batched = [leaf is not None and dim is not None for leaf, dim in zip(leaves, dims, strict=True)]
+    return moved, batched, spec, n

@@ -1,0 +1,117 @@
+"""What a rule is, and the table that says which torch function has which rule.
+
+The core knows no concrete op: `rules/` fills this table, `extend` lets others do so.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ._factors import Factor
+from ._param import Param
+
+
+class Call(NamedTuple):
+    """One use of parameters by an op, in the rule's own terms.
+
+    `before` and `after` bring the input to the rule's layout and the output back to the op's. They see
+    tensors with the sample axis in front and are differentiated by ordinary autograd.
+    """
+
+    x: Any  # the op's input: a tensor, or a Param used as one
+    params: tuple[Any, ...]  # each a Param, a constant tensor, or None
+    options: Any = None  # what else the rule needs to know; hashable
+    before: Callable[[Tensor], Tensor] | None = None
+    after: Callable[[Tensor], Tensor] | None = None
+
+
+class Decline(NamedTuple):
+    """A rule's answer to a call that it leaves to plain vmap: exact, dense, and why."""
+
+    reason: str
+
+
+class Needs(NamedTuple):
+    """Which gradients a backward is asked for."""
+
+    x: bool
+    params: tuple[bool, ...]
+
+
+Saved = tuple[Tensor, ...]
+Bind = Callable[..., Call | Decline]
+Forward = Callable[..., tuple[Tensor, Saved]]
+Backward = Callable[..., tuple[Tensor | None, Sequence[Factor | None]]]
+
+
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """How one family of ops gives per-sample gradients.
+
+    bind(*args, **kwargs) takes the arguments as the op got them, parameters as `Param`, and says which
+        is the input, which are the parameters and what the options are: a `Call`, or `Decline(reason)`.
+    forward(options, x, *params) runs the op for the whole batch: x is (N, ...), a parameter is stored
+        once. It returns the output and the tensors that the backward wants besides x.
+    backward(options, g, x, params, saved, needs) returns the gradient of x and one Factor per parameter,
+        None where `needs` says that nobody asks.
+    plain(options, x, *params) is the output alone, by ops that torch differentiates any number of times;
+        only for rules whose forward is not.
+    """
+
+    name: str
+    functions: tuple[Callable[..., Any], ...]
+    bind: Bind
+    forward: Forward
+    backward: Backward
+    plain: Callable[..., Tensor] | None = None
+    saves: int = 0  # how many tensors forward returns for the backward
+    only_params: bool = False  # plain vmap is as good where no operand is a parameter
+    autocast: str = "keep"  # "lower": the op runs in autocast's dtype; "keep": in its operands'
+    factors: tuple[str, ...] = ()  # the factor types it yields, for the table in the README
+
+
+class Fold(NamedTuple):
+    """An op without parameters that is faster with the sample axis folded into its own batch axis.
+
+    fold(tensors, options) gets the (N, ...) operands; `bind` sorts the arguments into the two.
+    """
+
+    name: str
+    functions: tuple[Callable[..., Any], ...]
+    bind: Callable[..., tuple[tuple[Any, ...], Any] | Decline]
+    run: Callable[..., Tensor]
+
+
+RULES: dict[Callable[..., Any], Rule | Fold] = {}
+
+
+def register(rule: Rule | Fold) -> Rule | Fold:
+    """Put `rule` in the table for each of its functions; a later registration replaces an earlier one."""
+    for function in rule.functions:
+        RULES[function] = rule
+    return rule
+
+
+def unregister(rule: Rule | Fold) -> None:
+    """Take `rule` out of the table again; its functions go back to plain vmap."""
+    for function in rule.functions:
+        if RULES.get(function) is rule:
+            del RULES[function]
+
+
+__all__ = [
+    "RULES",
+    "Backward",
+    "Bind",
+    "Call",
+    "Decline",
+    "Fold",
+    "Forward",
+    "Needs",
+    "Param",
+    "Rule",
+    "register",
+    "unregister",
+]

@@ -1,0 +1,211 @@
+"""explain: what a call will do with every parameter, before it does it."""
+
+import html
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from . import _engine, _memory, _problem
+from ._errors import PsgradError, place_of
+from ._factors import Factor
+from ._intercept import Diverged, Use
+from ._param import Param, Source
+from ._problem import Problem
+
+
+class Row(NamedTuple):
+    """One use of one parameter."""
+
+    param: str  # its path
+    shape: tuple[int, ...]  # of what the op uses: the parameter, or a view of it
+    op: str
+    place: str  # file:line in function
+    how: str  # "rule linear", or "vmap: why no rule"
+    factor: str  # what the backward yields
+    strategy: str  # how that is materialised
+    flops: int  # multiply-adds of doing so, for the whole batch
+    bytes: int  # of this use's gradients, for the whole batch
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `per_sample_grads` will do. Prints as a table; renders as HTML in notebooks."""
+
+    rows: tuple[Row, ...]
+    unused: tuple[str, ...]  # parameters that no op uses: their gradients are zeros
+    samples: int
+    parameters: int  # numbers in params
+    result_bytes: int  # of the N x P result
+    peak_bytes: int  # beyond inputs and result, all samples at once
+    chunk_size: int | None  # what max_bytes gives
+    note: str  # how this was found out, where not from shapes alone
+
+    _HEAD = ("parameter", "shape", "op", "at", "how", "factor", "strategy", "mult-adds", "bytes")
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        return [
+            (
+                row.param,
+                "x".join(map(str, row.shape)) or "scalar",
+                row.op,
+                row.place,
+                row.how,
+                row.factor,
+                row.strategy,
+                _short(row.flops) if row.flops else "",
+                _short(row.bytes, "B"),
+            )
+            for row in self.rows
+        ]
+
+    def _totals(self) -> list[str]:
+        ruled = sum(row.how.startswith("rule") for row in self.rows)
+        lines = [
+            f"{self.samples} samples x {_short(self.parameters)} parameters: result {_short(self.result_bytes, 'B')}, "
+            f"at most {_short(self.peak_bytes, 'B')} beside it",
+            f"{ruled} of {len(self.rows)} uses by a rule",
+        ]
+        if self.chunk_size is not None:
+            lines.append(f"chunk_size {self.chunk_size}")
+        if self.unused:
+            lines.append("not used, so zeros: " + ", ".join(self.unused))
+        return [*lines, self.note] if self.note else lines
+
+    def __str__(self) -> str:
+        cells = [self._HEAD, *self._cells()]
+        widths = [max(len(row[i]) for row in cells) for i in range(len(self._HEAD))]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in cells]
+        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], "", *self._totals()])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        def row(cells: tuple[str, ...], tag: str) -> str:
+            style = "text-align:left;padding:2px 8px"
+            return "<tr>" + "".join(f'<{tag} style="{style}">{html.escape(c)}</{tag}>' for c in cells) + "</tr>"
+
+        body = "".join(row(cells, "td") for cells in self._cells())
+        totals = "<br>".join(map(html.escape, self._totals()))
+        return f"<table><thead>{row(self._HEAD, 'th')}</thead><tbody>{body}</tbody></table><p>{totals}</p>"
+
+
+def _short(number: int, unit: str = "") -> str:
+    size = float(number)
+    for prefix in ("", "k", "M", "G", "T"):
+        if size < 1000 or prefix == "T":
+            return f"{size:.3g} {prefix}{unit}".rstrip()
+        size /= 1000
+    raise AssertionError("unreachable; please report this")
+
+
+class _Listing:
+    """A sink that keeps what factors say of themselves, and never materialises one."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[Use | None, Param, Factor]] = []
+
+    def add(self, param: Param, factor: Factor, use: Use | None) -> None:
+        self.found.append((use, param, factor))
+
+    def add_dense(self, source: Source, grads: Tensor) -> None:
+        pass
+
+    def has(self, source: Source) -> bool:
+        return False
+
+
+def _listed(problem: Problem) -> tuple[list[Use], _Listing]:
+    log: list[Use] = []
+    sink = _Listing()
+    _engine.vmapped(problem, sink, log)
+    return log, sink
+
+
+def explain(
+    fn: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    *,
+    in_dims: Any = 0,
+    max_bytes: int | None = None,
+    randomness: str = "different",
+) -> Report:
+    """What `per_sample_grads(fn, params, batch)` will do with every parameter, before it does it.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+    >>> fn, params = psgrad.from_module(model, torch.nn.functional.cross_entropy)
+    >>> report = psgrad.explain(fn, params, (torch.randn(5, 4), torch.zeros(5, dtype=torch.long)))
+    >>> [(row.param, row.how, row.factor) for row in report.rows][:2]
+    [("params['0.weight']", 'rule linear', 'Outer'), ("params['0.bias']", 'rule linear', 'Dense')]
+    >>> report.result_bytes
+    1340
+
+    Runs `fn` on tensors that have shapes and no memory. Where `fn` looks at values (a data-dependent
+    branch), it runs on the first sample instead and the report's last line says so. Never needs the
+    memory of the result.
+
+    Args:
+        fn, params, batch, in_dims, randomness: as for `per_sample_grads`.
+        max_bytes: also work out the chunk size that this bound would give.
+
+    Returns:
+        A `Report`: print it, display it in a notebook, or read its `rows`.
+    """
+    problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness=randomness)
+    note, scale = "", 1
+    if problem.n == 0:
+        raise_for = problem
+        return Report((), (), 0, sum(p.numel() for p in raise_for.params), 0, 0, None, "no samples: nothing runs")
+    try:
+        with _memory.fake(problem) as shapes:
+            log, sink = _listed(shapes)
+            rows = _rows(log, sink)
+    except PsgradError:
+        raise
+    except (Exception, Diverged):
+        note, scale = "fn looks at values: found out by running the first sample", problem.n
+        try:
+            with _engine.differentiating():
+                rows = _rows(*_listed(problem.rows(slice(0, 1))))
+        except PsgradError:
+            raise
+        except Exception as error:
+            rows = []
+            note = f"vmap refuses at {place_of(error)}: every sample runs on its own, in a loop"
+    rows = [row._replace(flops=row.flops * scale, bytes=row.bytes * scale) for row in rows]
+    used = {row.param for row in rows}
+    looped = not rows
+    return Report(
+        tuple(rows),
+        () if looped else tuple(name for name in problem.names if not any(name in u for u in used)),
+        problem.n,
+        sum(p.numel() for p in problem.params),
+        problem.n * sum(p.numel() * p.element_size() for p in problem.params),
+        _memory.peak_bytes(problem, problem.n),
+        None if max_bytes is None else _memory.chunk_size(problem, max_bytes),
+        note,
+    )
+
+
+def _rows(log: list[Use], sink: _Listing) -> list[Row]:
+    """A row for each parameter of each use, in the order of the forward."""
+    rows = []
+    for use in log:
+        for param in use.params:
+            n = len(param.source.leaf)
+            size = n * param.value.numel() * param.value.element_size()
+            name, shape = param.source.name, tuple(param.value.shape)
+            if use.rule is None:
+                rows.append(Row(name, shape, use.op, use.place, f"vmap: {use.reason}", "Dense", "autograd", 0, size))
+                continue
+            factor = next((f for u, p, f in sink.found if u is use and p.source is param.source), None)
+            how = f"rule {use.rule}"
+            if factor is None:
+                rows.append(Row(name, shape, use.op, use.place, how, "none", "the loss does not depend on it", 0, 0))
+            else:
+                plan = factor.plan
+                kind = type(factor).__name__
+                rows.append(Row(name, shape, use.op, use.place, how, kind, plan.strategy, plan.flops, size))
+    return rows

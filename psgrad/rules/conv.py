@@ -1,0 +1,95 @@
+"""conv1d, conv2d, conv3d."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._factors import Dense, Factor, Patches
+from .._plan import ConvGeometry
+from .._registry import Call, Decline, Needs, Rule
+
+
+def forward(
+    geometry: ConvGeometry, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    stride, padding, dilation, groups = geometry
+    y = torch.convolution(x.flatten(0, 1), weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
+    return y.unflatten(0, x.shape[:2]), ()  # x (N, B, C, *S)
+
+
+def backward(
+    geometry: ConvGeometry, g: Tensor, x: Tensor, params: Sequence[Tensor | None], saved: Any, needs: Needs
+) -> tuple[Tensor | None, list[Factor | None]]:
+    weight, _ = params
+    assert weight is not None
+    stride, padding, dilation, groups = geometry
+    gx = None
+    if needs.x:
+        gx = torch.ops.aten.convolution_backward(
+            g.flatten(0, 1),
+            x.flatten(0, 1),
+            weight,
+            None,
+            stride,
+            padding,
+            dilation,
+            False,
+            [0] * len(stride),
+            groups,
+            [True, False, False],
+        )[0].unflatten(0, x.shape[:2])
+    factors: list[Factor | None] = [None, None]
+    if needs.params[0]:
+        factors[0] = Patches(x, g, geometry, tuple(weight.shape[2:]))
+    if needs.params[1]:
+        factors[1] = Dense(g.flatten(3).sum((1, 3)))
+    return gx, factors
+
+
+def _each(value: Any, d: int) -> tuple[int, ...]:
+    values = (value,) if isinstance(value, int) else tuple(value)
+    return values * d if len(values) == 1 else values
+
+
+def _same(kernel: Sequence[int], dilation: Sequence[int]) -> tuple[tuple[int, ...], list[int]]:
+    """Padding "same": what both sides get, and what F.pad puts on the far sides first."""
+    totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
+    odd = [total % 2 for total in totals]
+    return tuple(t // 2 for t in totals), [p for extra in reversed(odd) for p in (0, extra)] if any(odd) else []
+
+
+def bind_conv(
+    input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
+) -> Call | Decline:
+    d = weight.dim() - 2
+    stride, dilation = _each(stride, d), _each(dilation, d)
+    far: list[int] = []
+    if padding == "valid":
+        padding = (0,) * d
+    elif padding == "same":
+        if any(s != 1 for s in stride):
+            return Decline("stride with padding='same'")  # torch refuses it itself
+        padding, far = _same(weight.shape[2:], dilation)
+    else:
+        padding = _each(padding, d)
+    geometry = ConvGeometry(stride, padding, dilation, groups)
+    single = input.dim() == d + 1  # no batch axis inside fn
+
+    def before(x: Tensor) -> Tensor:
+        x = x[:, None] if single else x
+        return F.pad(x, far) if far else x
+
+    def after(y: Tensor) -> Tensor:
+        return y[:, 0]
+
+    return Call(input, (weight, bias), geometry, before if single or far else None, after if single else None)
+
+
+CONV = tuple(
+    Rule(f.__name__, (f,), bind_conv, forward, backward, autocast="lower", factors=("Patches", "Dense"))
+    for f in (F.conv1d, F.conv2d, F.conv3d)
+)
+RULES = CONV

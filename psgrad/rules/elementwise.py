@@ -1,0 +1,90 @@
+"""A parameter added to, subtracted from, multiplied with or divided by something that differs per sample."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._factors import Dense, Factor
+from .._registry import Call, Decline, Needs, Param, Rule
+
+
+class Options(NamedTuple):
+    op: str  # add, sub, mul, div
+    first: bool  # whether the parameter is the first operand
+
+
+_OPS: dict[str, Callable[..., Any]] = {"add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div}
+
+
+def forward(options: Options, x: Tensor, w: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    op = _OPS[options.op]
+    return (op(w, x) if options.first else op(x, w)), ()
+
+
+def _sum_to(grads: Tensor, n: int, shape: torch.Size) -> Tensor:
+    """`grads` (N, ...) summed over the axes along which (N, *shape) was broadcast."""
+    return grads.sum_to_size(n, *([1] * (grads.dim() - 1 - len(shape))), *shape).reshape(n, *shape)
+
+
+def backward(
+    options: Options, g: Tensor, x: Tensor, params: Sequence[Tensor], saved: Any, needs: Needs
+) -> tuple[Tensor | None, list[Factor | None]]:
+    (w,), (op, first), gx, gw = params, options, None, None
+    if needs.x:
+        if op == "add":
+            gx = g
+        elif op == "sub":
+            gx = -g if first else g
+        elif op == "mul":
+            gx = g * w
+        else:
+            gx = -g * w / (x * x) if first else g / w
+        gx = gx.sum_to_size(x.shape)
+    if needs.params[0]:
+        n = len(x)
+        if op in ("add", "sub"):
+            gw = _sum_to(g, n, w.shape)
+            if op == "sub" and not first:
+                gw = -gw
+            elif gw.numel() == g.numel():
+                gw = gw.clone()  # nothing was summed: g belongs to others
+        elif op == "mul":
+            gw = _sum_to(g * x, n, w.shape)
+        else:
+            gw = _sum_to(g / x, n, w.shape) if first else -_sum_to(g * x, n, w.shape) / (w * w)
+    return gx, [None if gw is None else Dense(gw)]
+
+
+def _binder(op: str) -> Callable[..., Call | Decline]:
+    def bind(input: Any, other: Any, *, alpha: Any = 1, rounding_mode: Any = None) -> Call | Decline:
+        if alpha != 1 or rounding_mode is not None:
+            return Decline("alpha and rounding_mode have no rule")
+        first = isinstance(input, Param)
+        if first and isinstance(other, Param):
+            return Decline("both operands are parameters")
+        w, x = (input, other) if first else (other, input)
+        if w.value.is_complex() or x.is_complex():
+            return Decline("complex numbers")
+        extra = w.dim() - x.dim()
+
+        def before(x: Tensor) -> Tensor:
+            return x.reshape(len(x), *[1] * extra, *x.shape[1:])
+
+        return Call(x, (w,), Options(op, first), before if extra > 0 else None)
+
+    return bind
+
+
+T = torch.Tensor
+_SPELLINGS = {
+    "add": (torch.add, T.add, T.__add__, T.__radd__),
+    "sub": (torch.sub, T.sub, T.__sub__, torch.subtract, T.subtract),
+    "mul": (torch.mul, T.mul, T.__mul__, T.__rmul__, torch.multiply, T.multiply),
+    "div": (torch.div, T.div, T.__truediv__, torch.divide, T.divide, torch.true_divide, T.true_divide),
+}
+RULES = tuple(
+    Rule(op, functions, _binder(op), forward, backward, only_params=True, factors=("Dense",))
+    for op, functions in _SPELLINGS.items()
+)

@@ -1,0 +1,173 @@
+"""linear, and its spellings: matmul, mm, bmm, mv, addmm, einsum with one parameter operand.
+
+Every one of them reduces to one layout, y[n, h, t, o] = sum_i x[n, h, t, i] w[h, o, i], by views of the
+input, the weight and the output.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._factors import Dense, Factor, Outer
+from .._registry import Call, Decline, Needs, Param, Rule
+
+
+def forward(options: None, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+    if weight.dim() == 3:  # x (N, H, T, I), weight (H, O, I)
+        return torch.matmul(x, weight.mT), ()
+    return F.linear(x, weight, bias), ()  # x (N, ..., I), weight (O, I)
+
+
+def backward(
+    options: None, g: Tensor, x: Tensor, params: Sequence[Tensor | None], saved: Any, needs: Needs
+) -> tuple[Tensor | None, list[Factor | None]]:
+    weight, _ = params
+    assert weight is not None
+    gx = torch.matmul(g, weight) if needs.x else None
+    factors: list[Factor | None] = [None, None]
+    if weight.dim() == 2:
+        x, g = x.reshape(len(x), -1, x.shape[-1]), g.reshape(len(g), -1, g.shape[-1])
+    if needs.params[0]:
+        factors[0] = Outer(x, g)
+    if needs.params[1]:
+        factors[1] = Dense(g.sum(1))
+    return gx, factors
+
+
+def bind_linear(input: Any, weight: Any, bias: Any = None) -> Call | Decline:
+    if weight.dim() != 2:
+        return Decline("the weight is not a matrix")
+    return Call(input, (weight, bias))
+
+
+# ---- contractions: a parameter and an input whose axes are named by letters -----------------------------
+
+
+def _sizes(shape: Sequence[int], letters: str) -> dict[str, int]:
+    return dict(zip(letters, shape, strict=True))
+
+
+def contraction(x: Any, of_x: str, w: Param, of_w: str, of_out: str, bias: Any = None) -> Call | Decline:
+    """A product of an input and a parameter, summed over the letters that the output does not have."""
+    if any(len(set(letters)) != len(letters) for letters in (of_x, of_w, of_out)):
+        return Decline("an axis is repeated")
+    blocks = [a for a in of_out if a in of_x and a in of_w]
+    inner = [a for a in of_x if a in of_w and a not in of_out]
+    outer = [a for a in of_out if a in of_w and a not in of_x]
+    times = [a for a in of_out if a in of_x and a not in of_w]
+    if len(blocks) + len(inner) + len(times) != len(of_x) or len(blocks) + len(inner) + len(outer) != len(of_w):
+        return Decline("an axis of one operand is summed alone")
+    sizes, x_sizes = _sizes(w.shape, of_w), _sizes(x.shape, of_x)
+    if any(sizes[a] != x_sizes[a] for a in blocks + inner):
+        return Decline("the operands broadcast")
+    sizes |= x_sizes
+
+    def total(axes: list[str]) -> int:
+        n = 1
+        for a in axes:
+            n *= sizes[a]
+        return n
+
+    lead = [total(blocks)] if blocks else []
+    order_w = [of_w.index(a) for a in blocks + outer + inner]
+    weight = w.view(lambda v: v.permute(order_w).view(*lead, total(outer), total(inner)))
+    if weight is None:
+        return Decline("this layout of the parameter needs a copy")
+    order_x = [0, *(1 + of_x.index(a) for a in blocks + times + inner)]
+    order_out = [0, *(1 + (blocks + times + outer).index(a) for a in of_out)]
+    shape_out = [sizes[a] for a in blocks + times + outer]
+
+    def before(x: Tensor) -> Tensor:
+        return x.permute(order_x).reshape(len(x), *lead, total(times), total(inner))
+
+    def after(y: Tensor) -> Tensor:
+        return y.reshape(len(y), *shape_out).permute(order_out)
+
+    return Call(x, (weight, bias), None, before, after)
+
+
+def _product(a: Any, b: Any, of_a: str, of_b: str, of_out: str) -> Call | Decline:
+    if isinstance(a, Param) and isinstance(b, Param):
+        return Decline("both operands are parameters")
+    try:
+        if isinstance(b, Param):
+            return contraction(a, of_a, b, of_b, of_out)
+        return contraction(b, of_b, a, of_a, of_out)
+    except RuntimeError:  # axes that cannot be merged without a copy
+        return Decline("this layout of the parameter needs a copy")
+
+
+def bind_matmul(input: Any, other: Any) -> Call | Decline:
+    a, b = input, other
+    if a.dim() == 0 or b.dim() == 0:
+        return Decline("an operand is a scalar")
+    if isinstance(b, Param) and b.dim() == 2:  # the common x @ w: no letters needed
+        weight = b.view(lambda v: v.mT)
+        assert weight is not None
+        return Call(a, (weight, None))
+    batch_a, batch_b = a.dim() - 2, b.dim() - 2
+    letters = "abcdefghij"[: max(batch_a, batch_b, 0)]
+    of_a = "i" if a.dim() == 1 else letters[len(letters) - batch_a :] + "ti"
+    of_b = "i" if b.dim() == 1 else letters[len(letters) - batch_b :] + "io"
+    of_out = letters + ("t" if a.dim() > 1 else "") + ("o" if b.dim() > 1 else "")
+    return _product(a, b, of_a.replace("t", "y").replace("i", "z"), of_b.replace("i", "z"), of_out.replace("t", "y"))
+
+
+def bind_bmm(input: Any, mat2: Any) -> Call | Decline:
+    return bind_matmul(input, mat2)
+
+
+def bind_mv(input: Any, vec: Any) -> Call | Decline:
+    return bind_matmul(input, vec)
+
+
+def bind_addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Call | Decline:
+    if beta != 1 or alpha != 1 or not isinstance(mat2, Param) or isinstance(mat1, Param):
+        return Decline("only bias + x @ weight has a rule")
+    if input.dim() != 1 or input.shape[0] != mat2.shape[1]:
+        return Decline("the bias is not a vector of the output's width")
+    weight = mat2.view(lambda v: v.mT)
+    return Call(mat1, (weight, input))
+
+
+def bind_einsum(equation: Any, *operands: Any) -> Call | Decline:
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = tuple(operands[0])
+    if not isinstance(equation, str) or len(operands) != 2:
+        return Decline("einsum of other than two operands")
+    left, arrow, of_out = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    if "..." in equation:
+        spare = [c for c in "ZYXWVUTSRQPONMLKJIHGFEDCBA" if c not in equation]
+        widths = [t.dim() - len(term.replace("...", "")) for t, term in zip(operands, terms, strict=True)]
+        dots = "".join(spare[: max(widths)])
+        for i, width in enumerate(widths):
+            terms[i] = terms[i].replace("...", dots[len(dots) - width :])
+        of_out = of_out.replace("...", dots)
+    else:
+        dots = ""
+    if not arrow:
+        both = terms[0] + terms[1]
+        of_out = dots + "".join(sorted(c for c in set(both) - set(dots) if both.count(c) == 1))
+    if any(len(term) != t.dim() for t, term in zip(operands, terms, strict=True)):
+        return Decline("the equation does not fit the operands")  # torch says so itself
+    return _product(operands[0], operands[1], terms[0], terms[1], of_out)
+
+
+def _rule(name: str, functions: tuple[Any, ...], bind: Any) -> Rule:
+    return Rule(name, functions, bind, forward, backward, only_params=True, autocast="lower", factors=("Outer",))
+
+
+T = torch.Tensor
+LINEAR = _rule("linear", (F.linear,), bind_linear)
+RULES = (
+    LINEAR,
+    _rule("matmul", (torch.matmul, T.matmul, T.__matmul__, torch.mm, T.mm), bind_matmul),
+    _rule("bmm", (torch.bmm, T.bmm), bind_bmm),
+    _rule("mv", (torch.mv, T.mv), bind_mv),
+    _rule("addmm", (torch.addmm, T.addmm), bind_addmm),
+    _rule("einsum", (torch.einsum,), bind_einsum),
+)

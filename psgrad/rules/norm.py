@@ -1,0 +1,299 @@
+"""group_norm, layer_norm, instance_norm, batch_norm.
+
+The fused backward kernels already sum a weight's gradient over a batch axis. Called on the whole batch
+seen as ONE sample whose channels are N x C, they return the gradient of the input and the per-sample
+gradients of weight and bias together, at the price of the ordinary backward. The normalised input is
+never formed.
+"""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._errors import UnsupportedOpError, place
+from .._factors import Dense, Factor
+from .._registry import Call, Decline, Needs, Param, Rule
+
+Saved = tuple[Tensor, ...]
+_aten = torch.ops.aten
+
+
+def _per_sample(grads: Tensor | None, n: int, channels: int) -> Dense | None:
+    """A kernel's gradients of N x B x C channels, summed over B."""
+    if grads is None:
+        return None
+    grads = grads.view(n, -1, channels)
+    return Dense(grads.sum(1) if grads.shape[1] != 1 else grads[:, 0])
+
+
+# ---- group norm -----------------------------------------------------------------------------------------
+
+
+class Groups(NamedTuple):
+    groups: int
+    eps: float
+
+
+def group_forward(options: Groups, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Saved]:
+    (n, b, c), size = x.shape[:3], prod(x.shape[3:])  # x (N, B, C, *S)
+    y, mean, rstd = torch.native_group_norm(x.contiguous(), weight, bias, n * b, c, size, options.groups, options.eps)
+    return y.view(x.shape), (mean, rstd)
+
+
+def group_backward(
+    options: Groups, g: Tensor, x: Tensor, params: Sequence[Tensor | None], saved: Saved, needs: Needs
+) -> tuple[Tensor | None, list[Factor | None]]:
+    (n, b, c), size = x.shape[:3], prod(x.shape[3:])
+    weight, (mean, rstd) = params[0], saved
+    gx, gw, gb = _aten.native_group_norm_backward(
+        g.contiguous(),
+        x.contiguous(),
+        mean.view(1, -1),
+        rstd.view(1, -1),
+        None if weight is None else weight.repeat(n * b),
+        1,
+        n * b * c,
+        size,
+        n * b * options.groups,
+        [needs.x, needs.params[0], needs.params[1]],
+    )
+    return (gx.view(x.shape) if needs.x else None), [_per_sample(gw, n, c), _per_sample(gb, n, c)]
+
+
+def bind_group_norm(
+    input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> Call | Decline:
+    if input.dim() < 2 or input.numel() == 0 or input.numel() == num_groups:
+        return Decline("too few elements")  # torch refuses it itself
+    return Call(input, (weight, bias), Groups(num_groups, eps))
+
+
+# ---- layer norm -----------------------------------------------------------------------------------------
+
+
+class Layer(NamedTuple):
+    shape: tuple[int, ...]
+    eps: float
+
+
+def layer_forward(options: Layer, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Saved]:
+    y, mean, rstd = torch.native_layer_norm(x, options.shape, weight, bias, options.eps)
+    return y, (mean, rstd)
+
+
+def layer_backward(
+    options: Layer, g: Tensor, x: Tensor, params: Sequence[Tensor | None], saved: Saved, needs: Needs
+) -> tuple[Tensor | None, list[Factor | None]]:
+    (weight, bias), (mean, rstd), n = params, saved, len(x)
+    gx, gw, gb = None, None, None
+    if needs.x:
+        mask = [True, False, False]
+        gx = _aten.native_layer_norm_backward(g, x, options.shape, mean, rstd, weight, bias, mask)[0]
+    rows = g.reshape(n, -1, prod(options.shape))  # (N, T, D)
+    if needs.params[0]:
+        centred = (x.reshape(rows.shape) - mean.reshape(n, -1, 1)).mul_(rows)
+        gw = torch.bmm(rstd.to(centred.dtype).reshape(n, 1, -1), centred)  # sum_t rstd_t ((x_t - mean_t) g_t)
+    if needs.params[1]:
+        gb = rows.sum(1)
+    return gx, [None if t is None else Dense(t.reshape(n, *options.shape)) for t in (gw, gb)]
+
+
+def bind_layer_norm(
+    input: Any, normalized_shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> Call | Decline:
+    shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    if input.numel() == 0:
+        return Decline("no elements")
+    return Call(input, (weight, bias), Layer(shape, eps))
+
+
+# ---- instance and batch norm ----------------------------------------------------------------------------
+
+
+class Channels(NamedTuple):
+    """Normalise each channel by its own statistics, or (`running`) by given ones.
+
+    `batched`: over the sample's inner batch too (batch norm); otherwise each image alone (instance norm).
+    """
+
+    batched: bool
+    running: bool
+    eps: float
+
+
+def _as_channels(options: Channels, t: Tensor) -> Tensor:
+    """(N, B, C, *S) as (B, N C, S) for batch norm, as (1, N B C, S) for instance norm."""
+    if options.batched:
+        return t.transpose(0, 1).reshape(t.shape[1], t.shape[0] * t.shape[2], -1)
+    return t.reshape(1, prod(t.shape[:3]), -1)
+
+
+def _back(options: Channels, t: Tensor, shape: torch.Size) -> Tensor:
+    if options.batched:
+        return t.view(shape[1], shape[0], *shape[2:]).transpose(0, 1)
+    return t.view(shape)
+
+
+def _tiled(t: Tensor | None, channels: int) -> Tensor | None:
+    return None if t is None else t.repeat(channels // len(t))
+
+
+def channel_forward(
+    options: Channels, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None
+) -> tuple[Tensor, Saved]:
+    flat = _as_channels(options, x)
+    weight, bias, mean, var = (_tiled(t, flat.shape[1]) for t in (weight, bias, mean, var))
+    if not options.running:
+        mean = var = None
+    y, *saved = torch.native_batch_norm(flat, weight, bias, mean, var, not options.running, 0.0, options.eps)
+    return _back(options, y, x.shape), tuple(saved)
+
+
+def channel_backward(
+    options: Channels, g: Tensor, x: Tensor, params: Sequence[Tensor | None], saved: Saved, needs: Needs
+) -> tuple[Tensor | None, list[Factor | None]]:
+    n, c = x.shape[0], x.shape[2]
+    flat = _as_channels(options, x)
+    weight, _, mean, var = (_tiled(t, flat.shape[1]) for t in params)
+    gx, gw, gb = _aten.native_batch_norm_backward(
+        _as_channels(options, g),
+        flat,
+        weight,
+        mean if options.running else None,
+        var if options.running else None,
+        saved[0] if not options.running else None,
+        saved[1] if not options.running else None,
+        not options.running,
+        options.eps,
+        [needs.x, needs.params[0], needs.params[1]],
+    )
+    return (
+        _back(options, gx, x.shape) if needs.x else None,
+        [_per_sample(gw, n, c) if needs.params[0] else None, _per_sample(gb, n, c) if needs.params[1] else None]
+        + [None, None],
+    )
+
+
+def bind_instance_norm(
+    input: Any,
+    running_mean: Any = None,
+    running_var: Any = None,
+    weight: Any = None,
+    bias: Any = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Call | Decline:
+    if input.dim() < 3 or input.numel() == 0 or (use_input_stats and prod(input.shape[2:]) == 1):
+        return Decline("too few elements")  # torch refuses it itself
+    if any(isinstance(t, Param) for t in (running_mean, running_var)):
+        return Decline("the running statistics are parameters")
+    return Call(input, (weight, bias, running_mean, running_var), Channels(False, not use_input_stats, eps))
+
+
+def bind_batch_norm(
+    input: Any,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Call | Decline:
+    if training and input.numel() == input.shape[1]:
+        name = weight.source.name if isinstance(weight, Param) else "its weight"
+        raise UnsupportedOpError(
+            f"F.batch_norm(training=True) with {name} normalises over a single value per channel\n"
+            f"  called at {place()}\n"
+            "  a sample is normalised by its own statistics: call model.eval(), or use group or layer norm instead."
+        )
+    if input.dim() < 2 or input.numel() == 0 or any(isinstance(t, Param) for t in (running_mean, running_var)):
+        return Decline("too few elements, or running statistics that are parameters")
+    return Call(input, (weight, bias, running_mean, running_var), Channels(True, not training, eps))
+
+
+# ---- the same by elementary ops, for derivatives of any order -----------------------------------------
+
+
+def _normalised(x: Tensor, axes: Sequence[int], eps: float) -> Tensor:
+    mean, var = x.mean(axes, keepdim=True), x.var(axes, correction=0, keepdim=True)
+    return (x - mean) * torch.rsqrt(var + eps)
+
+
+def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, trailing: int) -> Tensor:
+    """x * weight + bias, the channels being followed by `trailing` axes."""
+    for op, t in ((torch.mul, weight), (torch.add, bias)):
+        x = x if t is None else op(x, t[(..., *[None] * trailing)])
+    return x
+
+
+def group_plain(options: Groups, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    y = _normalised(x.reshape(*x.shape[:2], options.groups, -1), [-1], options.eps)
+    return _affine(y.reshape(x.shape), weight, bias, x.dim() - 3)
+
+
+def layer_plain(options: Layer, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    return _affine(_normalised(x, list(range(-len(options.shape), 0)), options.eps), weight, bias, 0)
+
+
+def channel_plain(
+    options: Channels, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None
+) -> Tensor:
+    trailing = x.dim() - 3
+    if options.running and mean is not None and var is not None:
+        y = _affine(x, None, -mean, trailing)
+        y = _affine(y, torch.rsqrt(var + options.eps), None, trailing)
+    else:
+        y = _normalised(x, [1, *range(3, x.dim())] if options.batched else list(range(3, x.dim())), options.eps)
+    return _affine(y, weight, bias, trailing)
+
+
+_DENSE = ("Dense",)
+GROUP = Rule(
+    "group_norm",
+    (F.group_norm,),
+    bind_group_norm,
+    group_forward,
+    group_backward,
+    group_plain,
+    saves=2,
+    autocast="float32",
+    factors=_DENSE,
+)
+LAYER = Rule(
+    "layer_norm",
+    (F.layer_norm,),
+    bind_layer_norm,
+    layer_forward,
+    layer_backward,
+    layer_plain,
+    saves=2,
+    autocast="float32",
+    factors=_DENSE,
+)
+INSTANCE = Rule(
+    "instance_norm",
+    (F.instance_norm,),
+    bind_instance_norm,
+    channel_forward,
+    channel_backward,
+    channel_plain,
+    saves=2,
+    factors=_DENSE,
+)
+BATCH = Rule(
+    "batch_norm",
+    (F.batch_norm,),
+    bind_batch_norm,
+    channel_forward,
+    channel_backward,
+    channel_plain,
+    saves=2,
+    factors=_DENSE,
+)
+RULES = (GROUP, LAYER, INSTANCE, BATCH)
