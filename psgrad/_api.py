@@ -120,7 +120,7 @@ def per_sample_grads(
             grads, outcome = _chunked(problem, step, buffers)
     if buffers is not None:
         for target, rows in zip(optree.tree_leaves(out), grads, strict=True):
-            if target is not rows and not (target.data_ptr() == rows.data_ptr() and target.is_contiguous()):
+            if not (target.is_contiguous() and target.data_ptr() == rows.data_ptr()):
                 target.copy_(rows)
         result = out
     else:
@@ -134,9 +134,8 @@ def per_sample_grads(
 
 def _step(problem: Problem, chunk_size: int | None, max_bytes: int | None) -> int:
     """How many samples to run at once."""
-    for name, value in (("chunk_size", chunk_size), ("max_bytes", max_bytes)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ArgumentError(f"{name}={value!r} is not a positive int\n  give one, or None for no bound.")
+    _problem.check_positive("chunk_size", chunk_size)
+    _problem.check_positive("max_bytes", max_bytes)
     if chunk_size is not None and max_bytes is not None:
         raise ArgumentError("chunk_size and max_bytes are both given\n  give one: max_bytes works out a chunk size.")
     if max_bytes is not None and problem.n > 0 and ft.current_level() is None:
@@ -161,7 +160,13 @@ def _buffers(out: Any, problem: Problem) -> list[Tensor]:
             )
         if t.requires_grad:
             raise ArgumentError(f"{path} requires grad, and cannot be written in place\n  give out.detach().")
-        buffers.append(t.detach() if t.is_contiguous() else torch.empty_like(t, memory_format=torch.contiguous_format))
+        if t.is_inference() and not torch.is_inference_mode_enabled():
+            raise ArgumentError(
+                f"{path} was made in inference mode, and cannot be written outside it\n  clone it first."
+            )
+        with torch.inference_mode(False):
+            direct = t.is_contiguous() and not t.is_inference()
+            buffers.append(t.detach() if direct else torch.empty(want, dtype=t.dtype, device=t.device))
     return buffers
 
 
@@ -181,9 +186,7 @@ def _chunked(problem: Problem, step: int, buffers: list[Tensor] | None) -> tuple
         sink = DenseSink(problem.params, part.n, [t[rows] for t in whole])
         outcomes.append(_engine.run(part, sink))
         sink.result()
-    values = torch.cat([o.values for o in outcomes])
-    aux = [torch.cat(leaves) for leaves in zip(*(o.aux for o in outcomes), strict=True)]
-    return whole, _engine.Outcome(values, aux, outcomes[0].aux_spec)
+    return whole, _engine.join(outcomes)
 
 
 def _nothing(problem: Problem, buffers: list[Tensor] | None) -> tuple[list[Tensor], _engine.Outcome]:

@@ -63,7 +63,7 @@ def _gradient(spec: _Spec) -> Callable[..., tuple[Tensor, ...]]:
         args = (x, *params)
         where = [i for i in _tensors(args) if (spec.needs.x, *spec.needs.params)[i]]
         alone = _partial(_reference(spec._replace(samples=False)), args, where)
-        _, pull = torch.func.vjp(alone, *(args[i] for i in where))
+        pull: Any = torch.func.vjp(alone, *(args[i] for i in where))[1]
         found: tuple[Tensor, ...] = pull(g)
         return found
 
@@ -104,7 +104,7 @@ class _Op(torch.autograd.Function):
         args = ctx.saved_tensors
         where = [i for i, t in enumerate(tangents) if t is not None]
         alone = _partial(_reference(ctx.spec), args, where)
-        _, out = torch.func.jvp(alone, tuple(args[i] for i in where), tuple(tangents[i] for i in where))
+        out = torch.func.jvp(alone, tuple(args[i] for i in where), tuple(tangents[i] for i in where))[1]
         return out, *[None] * ctx.saved
 
     @staticmethod
@@ -115,10 +115,10 @@ class _Op(torch.autograd.Function):
             return (y, *(y.new_empty(info.batch_size, 0) for _ in range(spec.rule.saves))), 0  # nobody reads these
         n, x = info.batch_size, x.movedim(x_dim, 0)
         if spec.samples:
-            y, *saved = _Op.apply(spec, x.flatten(0, 1), *params)  # type: ignore[no-untyped-call]
+            y, *saved = _Op.apply(spec, x.flatten(0, 1), *params)
             y = y.unflatten(0, (n, -1))
         else:
-            y, *saved = _Op.apply(spec._replace(samples=True), x, *params)  # type: ignore[no-untyped-call]
+            y, *saved = _Op.apply(spec._replace(samples=True), x, *params)
         return (y, *(t.unflatten(0, (n, -1)) for t in saved)), 0
 
 
@@ -148,7 +148,7 @@ class _OpGrad(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
         args = ctx.saved_tensors
         where = _tensors(args)
-        _, pull = torch.func.vjp(_partial(_gradient(ctx.spec), args, where), *(args[i] for i in where))
+        pull: Any = torch.func.vjp(_partial(_gradient(ctx.spec), args, where), *(args[i] for i in where))[1]
         found: list[Tensor | None] = [None] * len(args)
         for i, grad in zip(where, pull(cotangents), strict=True):
             found[i] = grad
@@ -176,8 +176,8 @@ class _OpGrad(torch.autograd.Function):
         g, x, *saved = (front(t, d) for t, d in zip((g, x, *rest[:count]), dims[: 2 + count], strict=True))
         saved = [t.flatten(0, 1) for t in saved]  # as one call on all their samples would have saved it
         if not spec.samples:
-            return _OpGrad.apply(spec._replace(samples=True), count, g, x, *saved, *params), 0  # type: ignore[no-untyped-call]
-        flat = _OpGrad.apply(spec, count, g.flatten(0, 1), x.flatten(0, 1), *saved, *params)  # type: ignore[no-untyped-call]
+            return _OpGrad.apply(spec._replace(samples=True), count, g, x, *saved, *params), 0
+        flat = _OpGrad.apply(spec, count, g.flatten(0, 1), x.flatten(0, 1), *saved, *params)
         return tuple(t.unflatten(0, (info.batch_size, -1)) for t in flat), 0
 
 
@@ -188,5 +188,5 @@ def composable(rule: Rule, call: Call) -> Tensor:
         return t if change is None else change(t[None])[0]  # `before` and `after` expect a sample axis
 
     spec = _Spec(rule, call.options, False, Needs(True, tuple(p is not None for p in call.params)))
-    y: Tensor = _Op.apply(spec, lifted(call.before, call.x), *call.params)[0]  # type: ignore[no-untyped-call]
+    y: Tensor = _Op.apply(spec, lifted(call.before, call.x), *call.params)[0]
     return lifted(call.after, y)

@@ -5,8 +5,10 @@ whole call. Where samples disagree on a branch, the batch is split and each part
 """
 
 import contextlib
+import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import optree
@@ -14,10 +16,10 @@ import torch
 from torch import Tensor
 
 from . import _functorch as ft
-from ._errors import FallbackWarning, PsgradError, place_of
+from ._errors import ArgumentError, FallbackWarning, PsgradError, place_of
 from ._intercept import Diverged, Intercept, Use
 from ._param import Source
-from ._problem import Problem, Sampled
+from ._problem import Problem
 from ._sink import DenseSink
 
 
@@ -48,6 +50,8 @@ def run(problem: Problem, sink: DenseSink) -> Outcome:
     except Exception as error:
         if _is_out_of_memory(error):
             raise
+        if problem.randomness == "error" and "random" in str(error):
+            raise _drawing(place_of(error)) from None
         return _looped(problem, sink, error)
     return _split(problem, sink, groups)
 
@@ -58,26 +62,22 @@ def vmapped(problem: Problem, sink: Any, log: list[Use] | None = None) -> Outcom
     mode = Intercept(n, problem.randomness, sink, log)
     roots = [p.contiguous().detach().requires_grad_() for p in problem.params]
     leaves = [p.detach().expand(n, *p.shape).requires_grad_() for p in roots]
-    batch = [t for t, b in zip(problem.batch, problem.batched, strict=True) if b]
-    spec: list[optree.PyTreeSpec | None] = [None]
-
-    def sampled(wrapped: list[Tensor], rows: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        level = ft.current_level()
-        assert level is not None
+    mode.anchor = leaves[0]
+    with ft.vmap_level(n, problem.randomness) as level:
         mode.level = level
-        for i, (name, root, leaf, w) in enumerate(zip(problem.names, roots, leaves, wrapped, strict=True)):
-            mode.track(Source(i, name, root, leaf), w)
-        each = iter(rows)
-        sample = [next(each) if b else t for t, b in zip(problem.batch, problem.batched, strict=True)]
+        wrapped = [ft.wrap(leaf, level) for leaf in leaves]
+        for i, (root, leaf, w) in enumerate(zip(roots, leaves, wrapped, strict=True)):
+            mode.track(Source(i, partial(problem.name, i), root, leaf), w)
+        sample = [ft.wrap(t, level) if b else t for t, b in zip(problem.batch, problem.batched, strict=True)]
         with mode:
             out = problem.call(wrapped, sample)
-        spec[0] = out.aux_spec
-        return out.loss, out.aux
-
-    losses, aux = torch.vmap(sampled, randomness=problem.randomness)(leaves, batch)
+        losses = ft.unwrap(out.loss, n, level)
+        aux = [ft.unwrap(a, n, level) for a in out.aux]
     if losses.requires_grad:
         _backward(losses, mode, roots, sink)
-    return Outcome(losses.detach(), aux, spec[0])
+    taken = {t.untyped_storage()._cdata for t in problem.batch if isinstance(t, Tensor)}
+    aux = [a.clone() if a.untyped_storage()._cdata in taken or not a.is_contiguous() else a for a in aux]
+    return Outcome(losses.detach().clone(), aux, out.aux_spec)
 
 
 def _backward(losses: Tensor, mode: Intercept, roots: list[Tensor], sink: Any) -> None:
@@ -86,10 +86,11 @@ def _backward(losses: Tensor, mode: Intercept, roots: list[Tensor], sink: Any) -
     Samples are independent under vmap, so the gradient of the sum of the losses is every sample's own.
     """
     leaves = [source.leaf for source in mode.sources]
-    grads = torch.autograd.grad(losses, [mode.anchor, *leaves], torch.ones_like(losses), allow_unused=True)[1:]
+    grads = torch.autograd.grad(losses, leaves, torch.ones_like(losses), allow_unused=True)
     for source, grad in zip(mode.sources, grads, strict=True):
         if grad is not None:
             sink.add_dense(source, grad)
+            mode.note_unseen(source)
     derived = [source for source in mode.sources[len(roots) :] if sink.has(source)]
     if derived:
         rows = [sink.take(source) for source in derived]
@@ -104,44 +105,83 @@ def _backward(losses: Tensor, mode: Intercept, roots: list[Tensor], sink: Any) -
 
 
 @contextlib.contextmanager
-def _draws(problem: Problem) -> Iterator[None]:
-    """With randomness="same", leave the generators as they were: the next part draws the same again."""
-    if problem.randomness != "same":
-        yield
-        return
+def generators_kept(problem: Problem) -> Iterator[None]:
+    """Inside, random numbers are drawn; after, the generators are as they were."""
     devices = {p.device for p in problem.params if p.device.type != "cpu"}
     kind = next(iter(devices)).type if devices else "cuda"
     with torch.random.fork_rng([d.index for d in devices], device_type=kind):
         yield
 
 
+@contextlib.contextmanager
+def _draws(problem: Problem) -> Iterator[None]:
+    """What `randomness` says of a part of the samples: "same" lets the next part draw the same again."""
+    if problem.randomness == "same":
+        with generators_kept(problem):
+            yield
+    elif problem.randomness == "error":
+        before = torch.get_rng_state()
+        yield
+        if not torch.equal(before, torch.get_rng_state()):
+            raise _drawing("an unknown place")
+    else:
+        yield
+
+
+def _drawing(where: str) -> ArgumentError:
+    return ArgumentError(
+        f'fn draws random numbers at {where}, which randomness="error" refuses\n'
+        '  say randomness="different" or "same", or call model.eval().'
+    )
+
+
 def _split(problem: Problem, sink: DenseSink, groups: list[Tensor]) -> Outcome:
     """Each group of samples on its own, put back in order."""
-    values: Tensor | None = None
-    aux: list[Tensor] = []
-    outcome: Outcome | None = None
+    outcomes = []
     for index in groups:
-        part = DenseSink(sink.sources_of(problem), len(index))
-        outcome = run(problem.rows(index), part)
+        part = DenseSink(problem.params, len(index))
+        outcomes.append(run(problem.rows(index), part))
         sink.put(index, part)
-        if values is None:
-            values = outcome.values.new_empty(problem.n)
-            aux = [a.new_empty(problem.n, *a.shape[1:]) for a in outcome.aux]
-        values.index_copy_(0, index.to(values.device), outcome.values)
-        for whole, rows in zip(aux, outcome.aux, strict=True):
-            whole.index_copy_(0, index.to(whole.device), rows)
-    assert values is not None and outcome is not None
-    return Outcome(values, aux, outcome.aux_spec)
+    return join(outcomes, torch.cat(groups))
+
+
+def join(outcomes: list[Outcome], index: Tensor | None = None) -> Outcome:
+    """Outcomes of parts as one; row i of the joined parts is sample index[i]."""
+    first = outcomes[0]
+    for other in outcomes[1:]:
+        if other.aux_spec != first.aux_spec:
+            raise ArgumentError(
+                f"aux has another structure for some samples: {first.aux_spec} and {other.aux_spec}\n"
+                "  return the same structure in every branch of fn."
+            )
+        for i, (a, b) in enumerate(zip(first.aux, other.aux, strict=True)):
+            if a.shape[1:] != b.shape[1:]:
+                assert first.aux_spec is not None
+                raise ArgumentError(
+                    f"{first.aux_spec.accessors()[i].codify('aux')} has shape {tuple(a.shape[1:])} for some samples "
+                    f"and {tuple(b.shape[1:])} for others\n  return the same shape in every branch of fn."
+                )
+    order = None if index is None else index.argsort()
+
+    def joined(parts: Sequence[Tensor]) -> Tensor:
+        rows = torch.cat(list(parts))
+        return rows if order is None else rows[order.to(rows.device)]
+
+    return Outcome(
+        joined([o.values for o in outcomes]),
+        [joined(leaves) for leaves in zip(*(o.aux for o in outcomes), strict=True)],
+        first.aux_spec,
+    )
 
 
 def _looped(problem: Problem, sink: DenseSink, reason: Exception) -> Outcome:
     """One sample after the other, by ordinary autograd. An error that `fn` raises there is the user's own."""
-    outs: list[Sampled] = []
+    outcomes: list[Outcome] = []
     sink.reset()
     for i in range(problem.n):
         with _draws(problem):
             params = [p.detach().requires_grad_() for p in problem.params]
-            out = problem.call(params, problem.sample(i))
+            loss, aux, spec = problem.call(params, problem.sample(i))
         if i == 0:  # a sample alone works, so it was vmap that refused
             why = str(reason).strip().splitlines()[0] if str(reason).strip() else type(reason).__name__
             warnings.warn(
@@ -149,18 +189,14 @@ def _looped(problem: Problem, sink: DenseSink, reason: Exception) -> Outcome:
                 FallbackWarning,
                 stacklevel=_callers_level(),
             )
-        grads = torch.autograd.grad(out.loss, params, materialize_grads=True) if out.loss.requires_grad else None
+        grads = torch.autograd.grad(loss, params, materialize_grads=True) if loss.requires_grad else None
         sink.put_row(i, grads)
-        outs.append(Sampled(out.loss.detach(), out.aux, out.aux_spec))
-    values = torch.stack([out.loss for out in outs])
-    aux = [torch.stack(leaves) for leaves in zip(*(out.aux for out in outs), strict=True)]
-    return Outcome(values, aux, outs[0].aux_spec)
+        outcomes.append(Outcome(loss.detach()[None].clone(), [a[None] for a in aux], spec))
+    return join(outcomes)
 
 
 def _callers_level() -> int:
     """How far up the stack the user's call is, for a warning that points there."""
-    import sys
-
     depth, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
         "psgrad",

@@ -7,15 +7,20 @@ autograd Function with a `vmap` staticmethod, costs 0.2 ms). Where a torch has o
 `psgrad.ops`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from torch import Tensor
 from torch._C import _functorch as _ft
+from torch._functorch import predispatch as _predispatch
 
 AVAILABLE = all(
     hasattr(_ft, name)
     for name in (
         "_add_batch_dim",
+        "_unwrap_batched",
+        "_vmap_decrement_nesting",
+        "_vmap_increment_nesting",
         "get_interpreter_stack",
         "get_unwrapped",
         "is_batchedtensor",
@@ -25,7 +30,25 @@ AVAILABLE = all(
         "pop_dynamic_layer_stack",
         "push_dynamic_layer_stack",
     )
-)
+) and hasattr(_predispatch, "lazy_load_decompositions")
+
+
+@contextmanager
+def vmap_level(n: int, randomness: str) -> Iterator[int]:
+    """The body of `torch.vmap` over n samples: inside, what `wrap` made has a hidden sample axis."""
+    _predispatch.lazy_load_decompositions()
+    level: int = _ft._vmap_increment_nesting(n, randomness)
+    try:
+        yield level
+    finally:
+        _ft._vmap_decrement_nesting()
+
+
+def unwrap(t: Tensor, n: int, level: int) -> Tensor:
+    """A result of the function as an (N, ...) tensor; to be called inside the level."""
+    inner, dim = _ft._unwrap_batched(t, level)
+    result: Tensor = inner.expand(n, *inner.shape) if dim is None else inner.movedim(dim, 0)
+    return result
 
 
 def current_level() -> int | None:

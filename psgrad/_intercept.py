@@ -9,6 +9,7 @@ torch function it calls passes through `Intercept`:
     anything else                                      -> plain vmap: exact, dense
 """
 
+import contextlib
 import types
 from collections.abc import Callable
 from functools import cache
@@ -22,12 +23,16 @@ from . import _functorch as ft
 from ._errors import PsgradError, name_of, place
 from ._factors import Factor
 from ._param import Param, Source, shares_memory
-from ._pure import PURE
+from ._pure import PURE, VIEWS
 from ._registry import RULES, Call, Decline, Fold, Needs, Rule
 
 _ANSWERS: frozenset[Callable[..., Any]] = frozenset(
     getattr(torch.Tensor, name) for name in ("__bool__", "__int__", "__float__", "__index__", "item", "tolist")
 ) | {torch.is_nonzero}
+
+
+_REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_IS_NESTABLE = torch._nested_tensor_from_mask_left_aligned  # asked by TransformerEncoder for its fused path
 
 
 class Sink(Protocol):
@@ -51,6 +56,10 @@ class Diverged(BaseException):
 
     def __init__(self, groups: list[Tensor]) -> None:
         self.groups = groups
+
+
+def _no_autocast(device: str) -> contextlib.AbstractContextManager[None]:
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
 
 
 class _Run(NamedTuple):
@@ -82,7 +91,7 @@ class _Apply(torch.autograd.Function):
         rule, call, sink, use = ctx.run
         x, *saved = ctx.saved_tensors
         needs = Needs(ctx.needs_input_grad[2], tuple(isinstance(p, Param) for p in call.params))
-        with torch.autocast(g.device.type, enabled=False):
+        with _no_autocast(g.device.type):
             gx, factors = rule.backward(call.options, g, x, ctx.values, saved, needs)
             for param, factor in zip(call.params, factors, strict=True):
                 if isinstance(param, Param) and factor is not None:
@@ -99,7 +108,7 @@ class Intercept(TorchFunctionMode):
         self.level = -1
         self.sources: list[Source] = []
         self.tracked: dict[int, Param] = {}  # by the id of the wrapped tensor, which the Param keeps alive
-        self.anchor = torch.zeros((), requires_grad=True)
+        self.anchor: Tensor | None = None  # any leaf: what makes a rule's output require a gradient
 
     def track(self, source: Source, wrapped: Tensor) -> None:
         """Recognise `wrapped` as `source` whenever `fn` uses it."""
@@ -115,6 +124,10 @@ class Intercept(TorchFunctionMode):
             return self._answer(func, args, kwargs)
         if func in PURE:
             return self._pure(func, args, kwargs)
+        if func is _REQUIRES_GRAD and ft.current_level() == self.level:  # vmap hides it
+            return ft.lower(args[0], self.n, self.level).requires_grad
+        if func is _IS_NESTABLE:
+            return False
         if _is_composite(func) and self._params_in(args, kwargs):
             with self:  # torch's own Python: what it calls comes here again
                 return _opened(func)(*args, **kwargs)
@@ -152,6 +165,14 @@ class Intercept(TorchFunctionMode):
             return None
         self.log.append(Use(tuple(params), name_of(func), place(), rule, reason))
         return self.log[-1]
+
+    def note_unseen(self, source: Source) -> None:
+        """Log that plain vmap differentiated `source`, where no logged use says so."""
+        if self.log is not None and not any(
+            use.rule is None and any(p.source is source for p in use.params) for use in self.log
+        ):
+            param = Param(source.value, source, source.leaf)
+            self.log.append(Use((param,), "fn", "an unknown place", None, "inside another transform"))
 
     # ---- the four ways -----------------------------------------------------------------------------
 
@@ -198,7 +219,7 @@ class Intercept(TorchFunctionMode):
             x = call.before(x)
         anchor = self.anchor if any(isinstance(p, Param) for p in call.params) else None
         if not torch.is_autocast_enabled(device):
-            y: Tensor = _Apply.apply(run, dtype, x, anchor)  # type: ignore[no-untyped-call]
+            y: Tensor = _Apply.apply(run, dtype, x, anchor)
         else:
             if rule.autocast == "lower" and x.dtype != torch.float64:
                 dtype = torch.get_autocast_dtype(device)
@@ -206,13 +227,17 @@ class Intercept(TorchFunctionMode):
             elif rule.autocast == "float32" and device != "cpu" and x.dtype != torch.float64:
                 x = x.float()  # what autocast does to norms on accelerators
             with torch.autocast(device, enabled=False):
-                y = _Apply.apply(run, dtype, x, anchor)  # type: ignore[no-untyped-call]
+                y = _Apply.apply(run, dtype, x, anchor)
         return y if call.after is None else call.after(y)
 
     def _folded(self, rule: Fold, func: Any, args: Any, kwargs: Any) -> Any:
-        bound = rule.bind(self.randomness, *args, **kwargs)
-        if isinstance(bound, Decline):
+        try:
+            bound = rule.bind(self.randomness, *args, **kwargs)
+        except TypeError:  # a wrong call: torch's own message is the better one
             return func(*args, **kwargs)
+        if isinstance(bound, Decline):
+            return self._plain(func, args, kwargs, bound.reason)
+        self._note(func, args, kwargs, None, "folded into the batch; no rule for a parameter here")
         tensors, options = bound
         lowered = [None if t is None else ft.lower(t, self.n, self.level) for t in tensors]
         return ft.wrap(ft.below(rule.run, options, *lowered), self.level)
@@ -226,6 +251,7 @@ class Intercept(TorchFunctionMode):
 
     def _once(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A function of parameters alone: computed once, tracked as a view or as a new source."""
+        grad_enabled = torch.is_grad_enabled()
 
         def value_of(a: Any) -> Any:
             if type(a) in (list, tuple):
@@ -240,9 +266,11 @@ class Intercept(TorchFunctionMode):
             return func(*args, **kwargs)
         viewed: list[Any] | None = None
         for i, value in enumerate(flat):
-            if not value.requires_grad:  # detached, or of integers: a constant
+            if not (value.requires_grad and grad_enabled):  # detached, or of integers: a constant
+                flat[i] = value.detach()
                 continue
-            home = next((p for p in params if shares_memory(value, p.source.value)), None)
+            homes = params if func in VIEWS else ()
+            home = next((p for p in homes if shares_memory(value, p.source.value)), None)
             if home is not None and value.dtype == home.source.value.dtype:
                 if viewed is None:
                     wrapped = func(*args, **kwargs)  # the same view of the leaf, for plain vmap
@@ -258,10 +286,13 @@ class Intercept(TorchFunctionMode):
     def _derived(self, value: Tensor, op: str, params: list[Param]) -> Tensor:
         """A new source for a value that was computed from parameters alone."""
         value = value.contiguous()
-        leaf = value.detach().expand(self.n, *value.shape).requires_grad_()
+        leaf = ft.below(lambda: value.detach().expand(self.n, *value.shape).requires_grad_())
         wrapped = ft.wrap(leaf, self.level)
-        names = dict.fromkeys(p.source.name for p in params)
-        self.track(Source(len(self.sources), f"{op}({', '.join(names)})", value, leaf), wrapped)
+
+        def named() -> str:
+            return f"{op}({', '.join(dict.fromkeys(p.source.name for p in params))})"
+
+        self.track(Source(len(self.sources), named, value, leaf), wrapped)
         return wrapped
 
     def _answer(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -69,7 +69,7 @@ def _peak(problem: Problem) -> int:
     inputs = [t for t in (*problem.params, *problem.batch, *buffers) if isinstance(t, Tensor)]
     with Meter(inputs) as meter:
         _engine.run(problem, DenseSink(problem.params, problem.n, buffers))
-    return meter.peak
+    return int(meter.peak)
 
 
 def peak_bytes(problem: Problem, n: int) -> int:
@@ -84,11 +84,11 @@ def peak_bytes(problem: Problem, n: int) -> int:
             inputs = [t for t in (*part.params, *part.batch, *(buffers.buffers or ())) if isinstance(t, Tensor)]
             with Meter(inputs) as meter:
                 _engine.vmapped(part, buffers)
-            return meter.peak
+            return int(meter.peak)
     except PsgradError:
         raise
     except (Exception, Diverged):
-        with _engine.differentiating():
+        with _engine.differentiating(), _engine.generators_kept(problem):
             one = _peak(_first(problem, 1))
             two = _peak(_first(problem, 2)) if n > 1 and problem.n > 1 else one
         return one + (n - 1) * max(two - one, 0)
@@ -100,7 +100,8 @@ _CHOSEN: "weakref.WeakKeyDictionary[Any, dict[Any, int]]" = weakref.WeakKeyDicti
 def chunk_size(problem: Problem, max_bytes: int) -> int:
     """The most samples, or nearly, that can run at once within `max_bytes`."""
     tensors = [t for t in (*problem.params, *problem.batch) if isinstance(t, Tensor)]
-    key = (max_bytes, tuple((t.shape, t.dtype, t.device) for t in tensors))
+    shapes = tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
+    key = (max_bytes, shapes, tuple(problem.batched), problem.randomness, problem.has_aux)
     try:
         known = _CHOSEN.setdefault(problem.fn, {})  # a choice of memory, never of the answer: safe to remember
     except TypeError:  # a callable that takes no weak reference

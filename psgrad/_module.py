@@ -60,27 +60,62 @@ def from_module(model: torch.nn.Module, loss: Callable[[Any, Any], Tensor]) -> t
     for name, p in model.named_parameters():
         if isinstance(p, torch.nn.parameter.UninitializedParameter):
             raise ArgumentError(
-                f"parameter {name!r} of the model has no shape yet\n  call the model once, so that lazy modules are made."
+                f"parameter {name!r} of the model has no shape yet\n"
+                "  call the model once, so that its lazy modules are made."
             )
-    params = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    names = _names(model)
+    params = {same[0]: p.detach() for p, same in names if p.requires_grad}
     if not params:
         raise ArgumentError("no parameter of the model has requires_grad\n  set it on those to differentiate.")
+    buffers = _buffers(model)
+    others = [(same[0], p) for p, same in names if same[0] not in params]
+    aliases = [(other, same[0]) for _, same in names for other in same[1:]]
 
     def fn(params: dict[str, Tensor], sample: Any) -> Tensor:
-        inputs, target = optree.tree_map(lambda t: t[None] if isinstance(t, Tensor) else t, sample)
+        inputs, target = _pair(sample)
         args, kwargs = _arguments(inputs)
-        return loss(functional_call(model, (_frozen(model, params), params), args, kwargs, tie_weights=True), target)
+        state = {name: p.detach() for name, p in others} | params
+        for other, first in aliases:
+            if first in state:
+                state[other] = state[first]
+        for name, module, key in buffers:  # clones: whatever the module does to a buffer stays here
+            value = module._buffers.get(key)
+            if value is not None:
+                state[name] = value.clone()
+        return loss(functional_call(model, state, args, kwargs, tie_weights=False), target)
 
     return fn, params
+
+
+def _names(model: torch.nn.Module) -> list[tuple[torch.nn.Parameter, list[str]]]:
+    """Each parameter once, with all the names that it has."""
+    found: dict[int, tuple[torch.nn.Parameter, list[str]]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(p), (p, []))[1].append(name)
+    return list(found.values())
+
+
+def _buffers(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str]]:
+    return [
+        (f"{path}.{key}" if path else key, module, key)
+        for path, module in model.named_modules(remove_duplicate=False)
+        for key in module._buffers
+    ]
+
+
+def _pair(sample: Any) -> tuple[Any, Any]:
+    """A sample as (inputs, target), each with a leading axis of 1."""
+    if not isinstance(sample, (tuple, list)) or len(sample) != 2:
+        raise ArgumentError(
+            f"a sample of from_module's fn must be (inputs, target), but is a {type(sample).__name__}\n"
+            "  give batch=(inputs, targets); inputs may be a tensor, a tuple or a dict."
+        )
+    pair: Any = tuple(sample)
+    inputs, target = optree.tree_map(lambda t: t[None] if isinstance(t, Tensor) else t, pair)
+    return inputs, target
 
 
 def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, dict):
         return (), inputs
     return (tuple(inputs), {}) if isinstance(inputs, (tuple, list)) else ((inputs,), {})
-
-
-def _frozen(model: torch.nn.Module, params: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What the call must not change or differentiate: buffers of a training module, frozen parameters."""
-    frozen = {name: b.clone() for name, b in model.named_buffers()} if model.training else {}
-    return frozen | {name: p.detach() for name, p in model.named_parameters() if name not in params}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 def shares_memory(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are views of one storage."""
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
 
 
 @dataclass(eq=False, slots=True)
@@ -22,9 +22,13 @@ class Source:
     """
 
     index: int
-    name: str
+    named: Callable[[], str]  # its path, worked out when somebody asks
     value: Tensor
     leaf: Tensor  # (N, *shape), stride 0 along N: what plain vmap differentiates
+
+    @property
+    def name(self) -> str:
+        return self.named()
 
 
 @dataclass(eq=False, slots=True)
@@ -46,6 +50,9 @@ class Param:
 
     def dim(self) -> int:
         return self.value.dim()
+
+    def numel(self) -> int:
+        return self.value.numel()
 
     @property
     def whole(self) -> bool:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -63,7 +64,8 @@ class Patches:
 
     def _pointwise(self, x: Tensor) -> Tensor:
         """The input at the positions that a 1x1 kernel visits, (N, C, B, *S')."""
-        return x[(..., *(slice(None, None, s) for s in self.geometry.stride))].transpose(1, 2)
+        positions: Any = (..., *(slice(None, None, s) for s in self.geometry.stride))
+        return x[positions].transpose(1, 2)
 
     def _columns(self, x: Tensor) -> Tensor:
         """A view of the padded input's patches, (N, C, *K, B, *S')."""

@@ -27,7 +27,6 @@ class Problem:
     """`fn` over N samples: `params` and `batch` as flat lists, a batch leaf's sample axis in front."""
 
     fn: Callable[..., Any]
-    names: list[str]
     params: list[Tensor]
     params_spec: optree.PyTreeSpec
     batch: list[Any]
@@ -36,6 +35,15 @@ class Problem:
     n: int
     randomness: str
     has_aux: bool
+
+    def name(self, i: int) -> str:
+        """The path of parameter i."""
+        return self.names[i]
+
+    @property
+    def names(self) -> list[str]:
+        """The paths of all parameters; worked out when asked for, which is seldom."""
+        return paths(self.params_spec, "params")
 
     def rows(self, index: Index) -> "Problem":
         """The same for some of the samples only."""
@@ -115,9 +123,15 @@ def make(
             f'randomness={randomness!r} is not one of "different", "same", "error"\n'
             "  different: each sample draws its own; same: all share one draw; error: drawing is refused."
         )
-    names, leaves, params_spec = flat_params(params)
+    leaves, params_spec = flat_params(params)
     batch_leaves, batched, batch_spec, n = _flat_batch(batch, in_dims)
-    return Problem(fn, names, leaves, params_spec, batch_leaves, batched, batch_spec, n, randomness, has_aux)
+    return Problem(fn, leaves, params_spec, batch_leaves, batched, batch_spec, n, randomness, has_aux)
+
+
+def check_positive(name: str, value: object) -> None:
+    """An option that is a positive int or None."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ArgumentError(f"{name}={value!r} is not a positive int\n  give one, or None for no bound.")
 
 
 def _own(t: Tensor) -> Tensor:
@@ -127,31 +141,42 @@ def _own(t: Tensor) -> Tensor:
     """
     if ft.current_level() is not None:
         return t
-    return t.clone() if t.is_inference() else t.detach()
+    if not t.is_inference():
+        return t.detach()
+    with torch.inference_mode(False):
+        return t.clone()
 
 
-def flat_params(params: Any) -> tuple[list[str], list[Tensor], optree.PyTreeSpec]:
+def paths(spec: optree.PyTreeSpec, root: str) -> list[str]:
+    """How to write each leaf of a tree called `root`: params['tok']['weight']."""
+    return [accessor.codify(root) for accessor in spec.accessors()]
+
+
+def flat_params(params: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
     leaves, spec = optree.tree_flatten(params)
-    names = [accessor.codify("params") for accessor in spec.accessors()]
-    for name, leaf in zip(names, leaves, strict=True):
+    for i, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
             raise ArgumentTypeError(
-                f"{name} is {_type(leaf)}, not a tensor\n"
+                f"{paths(spec, 'params')[i]} is {_type(leaf)}, not a tensor\n"
                 "  params holds just what is differentiated: let fn close over the rest."
             )
         if not leaf.is_floating_point():
+            why = "which is not supported" if leaf.is_complex() else "which has no gradient"
             raise ArgumentTypeError(
-                f"{name} has dtype {leaf.dtype}, which has no gradient\n"
+                f"{paths(spec, 'params')[i]} has dtype {leaf.dtype}, {why}\n"
                 "  params holds just what is differentiated: let fn close over the rest."
             )
     if not leaves:
         raise ArgumentError("params holds no tensor\n  give a pytree with the tensors to differentiate.")
-    return names, [_own(leaf) for leaf in leaves], spec
+    return [_own(leaf) for leaf in leaves], spec
+
+
+def _is_sampled(leaf: Any, dim: Any) -> bool:
+    return isinstance(leaf, Tensor) and type(dim) is int and -leaf.dim() <= dim < leaf.dim()
 
 
 def _flat_batch(batch: Any, in_dims: Any) -> tuple[list[Any], list[bool], optree.PyTreeSpec, int]:
     leaves, spec = optree.tree_flatten(batch, none_is_leaf=True)
-    names = [accessor.codify("batch") for accessor in spec.accessors()]
     try:
         dims = optree.broadcast_prefix(in_dims, batch, none_is_leaf=True)
     except (ValueError, TypeError) as error:
@@ -160,11 +185,12 @@ def _flat_batch(batch: Any, in_dims: Any) -> tuple[list[Any], list[bool], optree
             f"  give one int, or a pytree prefix of the batch as in torch.vmap ({str(error).splitlines()[0]})."
         ) from None
     moved: list[Any] = []
-    sizes: dict[str, int] = {}
-    for name, leaf, dim in zip(names, leaves, dims, strict=True):
+    sizes: dict[int, int] = {}
+    for i, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
         if leaf is None or dim is None:
             moved.append(_own(leaf) if isinstance(leaf, Tensor) else leaf)
             continue
+        name = paths(spec, "batch")[i] if not _is_sampled(leaf, dim) else ""
         if not isinstance(dim, int) or isinstance(dim, bool):
             raise ArgumentTypeError(f"in_dims for {name} is {_type(dim)}\n  give an int, or None for a shared leaf.")
         if not isinstance(leaf, Tensor):
@@ -177,14 +203,15 @@ def _flat_batch(batch: Any, in_dims: Any) -> tuple[list[Any], list[bool], optree
                 f"{name} has shape {tuple(leaf.shape)}, which has no axis {dim}\n"
                 "  the sample axis is in_dims (0 unless given); in_dims=None shares a leaf between all samples."
             )
-        sizes[name] = leaf.shape[dim]
+        sizes[i] = leaf.shape[dim]
         moved.append(_own(leaf).movedim(dim, 0))
     if not sizes:
         raise ArgumentError(
             "batch has no tensor with a sample axis\n  give at least one tensor, with in_dims other than None."
         )
     if len(set(sizes.values())) > 1:
-        lengths = ", ".join(f"{name} has {size}" for name, size in sizes.items())
+        names = paths(spec, "batch")
+        lengths = ", ".join(f"{names[i]} has {size}" for i, size in sizes.items())
         raise ArgumentError(
             f"batch leaves disagree on the number of samples: {lengths}\n"
             "  every leaf needs one row per sample along its in_dims axis; in_dims=None shares a leaf."

@@ -20,13 +20,13 @@ _VIEWS = (
 _PROPERTIES = "T mT H mH data"
 _VALUES = (
     "add sub subtract mul multiply div divide true_divide neg negative pow square sqrt rsqrt reciprocal abs sign exp "
-    "expm1 log log1p log2 sin cos tan tanh sigmoid relu softmax log_softmax softplus silu gelu elu celu leaky_relu "
-    "hardtanh logsigmoid normalize clamp clamp_min clamp_max minimum maximum where masked_fill tril triu diag "
-    "diag_embed sum mean prod var std norm amax amin logsumexp cumsum cat concat stack hstack vstack repeat "
-    "repeat_interleave tile roll flip pad clone contiguous to float double half bfloat16 type type_as matmul mm bmm mv "
-    "dot inner outer addmm baddbmm einsum tensordot kron index_select gather lerp addcmul addcdiv _weight_norm "
-    "_weight_norm_interface unfold_copy __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ "
-    "__div__ __rdiv__ __pow__ __rpow__ __neg__ __matmul__ __rmatmul__ atan erf sinh cosh floor round ceil "
+    "matrix_exp expm1 log log1p log2 sin cos tan tanh sigmoid relu softmax log_softmax softplus silu gelu elu celu "
+    "leaky_relu hardtanh logsigmoid normalize clamp clamp_min clamp_max minimum maximum where masked_fill tril triu "
+    "diag diag_embed sum mean prod var std norm amax amin logsumexp cumsum cat concat stack hstack vstack repeat "
+    "repeat_interleave tile roll flip pad clone contiguous as_strided to float double half bfloat16 type type_as "
+    "matmul mm bmm mv dot inner outer addmm baddbmm einsum tensordot kron index_select gather lerp addcmul addcdiv "
+    "_weight_norm _weight_norm_interface unfold_copy __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ "
+    "__rtruediv__ __div__ __rdiv__ __pow__ __rpow__ __neg__ __matmul__ __rmatmul__ atan erf sinh cosh floor round ceil "
     "rms_norm eq ne lt le gt ge isfinite isnan"
 )
 
@@ -36,12 +36,16 @@ def _pure(func: Callable[..., Any]) -> bool:
     return code is None or "inplace" not in code.co_varnames
 
 
-def _named() -> set[Callable[..., Any]]:
-    found = {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES.split()}
-    for name in f"{_VIEWS} {_VALUES}".split():
-        found |= {f for home in (torch, torch.Tensor, F) if (f := getattr(home, name, None)) is not None and _pure(f)}
-    found |= {torch.linalg.norm, torch.linalg.vector_norm, torch.linalg.matrix_norm, torch.linalg.inv}
-    return found | {torch.linalg.solve, torch.linalg.qr, torch.matrix_exp, torch.linalg.matrix_exp, torch.sqrt}
+def _named(names: str) -> frozenset[Callable[..., Any]]:
+    homes = (torch, torch.Tensor, F)
+    found = (getattr(home, name, None) for name in names.split() for home in homes)
+    return frozenset(f for f in found if f is not None and _pure(f))
 
 
-PURE: frozenset[Callable[..., Any]] = frozenset(_named())
+VIEWS: frozenset[Callable[..., Any]] = _named(_VIEWS) | {getattr(torch.Tensor, p).__get__ for p in _PROPERTIES.split()}
+PURE: frozenset[Callable[..., Any]] = (
+    VIEWS
+    | _named(_VALUES)
+    | {torch.linalg.norm, torch.linalg.vector_norm, torch.linalg.matrix_norm, torch.linalg.inv, torch.linalg.solve}
+    | {torch.linalg.qr, torch.linalg.matrix_exp}
+)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ._factors import Factor
-from ._param import Param
+from ._param import Param as Param
 
 
 class Call(NamedTuple):
@@ -99,19 +99,3 @@ def unregister(rule: Rule | Fold) -> None:
     for function in rule.functions:
         if RULES.get(function) is rule:
             del RULES[function]
-
-
-__all__ = [
-    "RULES",
-    "Backward",
-    "Bind",
-    "Call",
-    "Decline",
-    "Fold",
-    "Forward",
-    "Needs",
-    "Param",
-    "Rule",
-    "register",
-    "unregister",
-]

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from . import _engine, _memory, _problem
@@ -105,15 +106,20 @@ class _Listing:
 
     def __init__(self) -> None:
         self.found: list[tuple[Use | None, Param, Factor]] = []
+        self.pulled: set[int] = set()  # parameters that have a gradient
 
     def add(self, param: Param, factor: Factor, use: Use | None) -> None:
         self.found.append((use, param, factor))
+        self.pulled.add(param.source.index)
 
     def add_dense(self, source: Source, grads: Tensor) -> None:
-        pass
+        self.pulled.add(source.index)
 
     def has(self, source: Source) -> bool:
-        return False
+        return source.index in self.pulled
+
+    def take(self, source: Source) -> Tensor:
+        return torch.empty((), device=source.value.device).expand(len(source.leaf), *source.value.shape)
 
 
 def _listed(problem: Problem) -> tuple[list[Use], _Listing]:
@@ -129,6 +135,7 @@ def explain(
     batch: Any,
     *,
     in_dims: Any = 0,
+    has_aux: bool = False,
     max_bytes: int | None = None,
     randomness: str = "different",
 ) -> Report:
@@ -147,41 +154,38 @@ def explain(
     memory of the result.
 
     Args:
-        fn, params, batch, in_dims, randomness: as for `per_sample_grads`.
+        fn, params, batch, in_dims, has_aux, randomness: as for `per_sample_grads`.
         max_bytes: also work out the chunk size that this bound would give.
 
     Returns:
         A `Report`: print it, display it in a notebook, or read its `rows`.
     """
-    problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness=randomness)
-    note, scale = "", 1
+    _problem.check_positive("max_bytes", max_bytes)
+    problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness=randomness, has_aux=has_aux)
+    note, scale, size = "", 1, sum(p.numel() for p in problem.params)
     if problem.n == 0:
-        raise_for = problem
-        return Report((), (), 0, sum(p.numel() for p in raise_for.params), 0, 0, None, "no samples: nothing runs")
+        return Report((), (), 0, size, 0, 0, None, "no samples: nothing runs")
     try:
         with _memory.fake(problem) as shapes:
-            log, sink = _listed(shapes)
-            rows = _rows(log, sink)
+            rows, used = _rows(*_listed(shapes))
     except PsgradError:
         raise
     except (Exception, Diverged):
         note, scale = "fn looks at values: found out by running the first sample", problem.n
         try:
-            with _engine.differentiating():
-                rows = _rows(*_listed(problem.rows(slice(0, 1))))
+            with _engine.differentiating(), _engine.generators_kept(problem):
+                rows, used = _rows(*_listed(problem.rows(slice(0, 1))))
         except PsgradError:
             raise
         except Exception as error:
-            rows = []
+            rows, used = [], None
             note = f"vmap refuses at {place_of(error)}: every sample runs on its own, in a loop"
     rows = [row._replace(flops=row.flops * scale, bytes=row.bytes * scale) for row in rows]
-    used = {row.param for row in rows}
-    looped = not rows
     return Report(
         tuple(rows),
-        () if looped else tuple(name for name in problem.names if not any(name in u for u in used)),
+        tuple(name for i, name in enumerate(problem.names) if i not in used) if used is not None else (),
         problem.n,
-        sum(p.numel() for p in problem.params),
+        size,
         problem.n * sum(p.numel() * p.element_size() for p in problem.params),
         _memory.peak_bytes(problem, problem.n),
         None if max_bytes is None else _memory.chunk_size(problem, max_bytes),
@@ -189,9 +193,10 @@ def explain(
     )
 
 
-def _rows(log: list[Use], sink: _Listing) -> list[Row]:
-    """A row for each parameter of each use, in the order of the forward."""
+def _rows(log: list[Use], sink: _Listing) -> tuple[list[Row], set[int] | None]:
+    """A row for each parameter of each use, in the order of the forward; and which parameters are used."""
     rows = []
+    used = {param.source.index for use in log for param in use.params} | sink.pulled
     for use in log:
         for param in use.params:
             n = len(param.source.leaf)
@@ -208,4 +213,4 @@ def _rows(log: list[Use], sink: _Listing) -> list[Row]:
                 plan = factor.plan
                 kind = type(factor).__name__
                 rows.append(Row(name, shape, use.op, use.place, how, kind, plan.strategy, plan.flops, size))
-    return rows
+    return rows, used

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from ._factors import Factor
 from ._param import Param, Source
-from ._problem import Problem
 
 
 class DenseSink:
@@ -20,9 +19,6 @@ class DenseSink:
 
     def reset(self) -> None:
         self.grads.clear()
-
-    def sources_of(self, problem: Problem) -> list[Tensor]:
-        return problem.params
 
     def has(self, source: Source) -> bool:
         return source.index in self.grads

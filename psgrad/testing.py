@@ -1,6 +1,7 @@
 """The oracle, and checks against it: a plain loop over samples, with ordinary autograd."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import optree
@@ -37,10 +38,14 @@ def loop_grads(fn: Callable[..., Any], params: Any, batch: Any, *, in_dims: Any 
     return optree.tree_unflatten(problem.params_spec, columns)
 
 
+def _named(name: str, text: str) -> str:
+    return f"{name}: {text}"
+
+
 def rules_used(fn: Callable[..., Any], params: Any, batch: Any, *, in_dims: Any = 0) -> dict[str, list[str]]:
     """Which rule handled each use of each parameter in a real run; "vmap" where none did.
 
-    >>> fn = lambda p, x: torch.nn.functional.linear(x, p["w"]).sum() + torch.sin(p["w"]).sum()
+    >>> fn = lambda p, x: torch.nn.functional.linear(x, p["w"]).sum() + torch.maximum(x, p["w"]).sum()
     >>> psgrad.testing.rules_used(fn, {"w": torch.ones(2, 3)}, torch.ones(4, 3))
     {"params['w']": ['linear', 'vmap']}
     """
@@ -75,9 +80,9 @@ def check(
     """
     ours = optree.tree_leaves(per_sample_grads(fn, params, batch, in_dims=in_dims))
     want = optree.tree_leaves(loop_grads(fn, params, batch, in_dims=in_dims))
-    names, _, _ = _problem.flat_params(params)
+    names = _problem.paths(_problem.flat_params(params)[1], "params")
     for name, a, b in zip(names, ours, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(a, b, rtol=rtol, atol=atol, msg=partial(_named, name))
     if rules is not None:
         used = rules_used(fn, params, batch, in_dims=in_dims)
         for name, expected in rules.items():

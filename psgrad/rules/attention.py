@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -30,8 +31,8 @@ def bind_attention(
         return Decline("all samples share one dropout mask")
     if not (query.dim() == key.dim() == value.dim() and 2 <= query.dim() <= 4):
         return Decline("operands of other than 2 to 4 axes")
-    if attn_mask is not None and (attn_mask.requires_grad or attn_mask.dim() > query.dim()):
-        return Decline("the native kernels do not differentiate a mask")
+    if attn_mask is not None and attn_mask.dim() > query.dim():
+        return Decline("a mask with more axes than the query")
     return (query, key, value, attn_mask), Options(dropout_p, is_causal, scale, enable_gqa)
 
 
@@ -42,9 +43,15 @@ def attention(options: Options, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | 
         mask = mask.reshape(len(mask), *[1] * (q.dim() - mask.dim()), *mask.shape[1:])
         if q.dim() == 5:
             mask = mask.expand(-1, q.shape[1], -1, -1, -1)
-    q, k, v, mask = (None if t is None else _folded(t) for t in (q, k, v, mask))
+        mask = _folded(mask)
+    q, k, v = _folded(q), _folded(k), _folded(v)
     dropout_p, is_causal, scale, gqa = options
-    y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=gqa)
+    if mask is not None and mask.requires_grad:  # the native kernels refuse it
+        y: Tensor = torch.ops.aten._scaled_dot_product_attention_math(
+            q, k, v, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=gqa
+        )[0]
+    else:
+        y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=gqa)
     return y.reshape(*shape, *y.shape[-2:])
 
 

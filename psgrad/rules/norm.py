@@ -171,11 +171,11 @@ def channel_backward(
         options.eps,
         [needs.x, needs.params[0], needs.params[1]],
     )
-    return (
-        _back(options, gx, x.shape) if needs.x else None,
-        [_per_sample(gw, n, c) if needs.params[0] else None, _per_sample(gb, n, c) if needs.params[1] else None]
-        + [None, None],
-    )
+    factors: list[Factor | None] = [None] * 4
+    for i, grads in enumerate((gw, gb)):
+        if needs.params[i]:
+            factors[i] = _per_sample(grads, n, c)
+    return (_back(options, gx, x.shape) if needs.x else None), factors
 
 
 def bind_instance_norm(
@@ -220,7 +220,7 @@ def bind_batch_norm(
 # ---- the same by elementary ops, for derivatives of any order -----------------------------------------
 
 
-def _normalised(x: Tensor, axes: Sequence[int], eps: float) -> Tensor:
+def _normalised(x: Tensor, axes: list[int], eps: float) -> Tensor:
     mean, var = x.mean(axes, keepdim=True), x.var(axes, correction=0, keepdim=True)
     return (x - mean) * torch.rsqrt(var + eps)
 

@@ -1,0 +1,47 @@
+"""cross_entropy: no parameters, but under vmap it is taken apart into a dozen small ops."""
+
+from typing import Any, NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._registry import Decline, Fold
+
+
+class Options(NamedTuple):
+    reduction: str
+    ignore_index: int
+    label_smoothing: float
+
+
+def bind_cross_entropy(
+    randomness: str,
+    input: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> tuple[tuple[Any, ...], Options] | Decline:
+    if weight is not None or size_average is not None or reduce is not None or reduction not in ("mean", "sum"):
+        return Decline("class weights, or no reduction")
+    if target.is_floating_point() or input.dim() < 2 or target.dim() != input.dim() - 1 or input.numel() == 0:
+        return Decline("targets other than class indices with a batch axis")
+    return (input, target), Options(reduction, ignore_index, label_smoothing)
+
+
+def cross_entropy(options: Options, x: Tensor, target: Tensor) -> Tensor:
+    """The losses (N,) of x (N, B, C, ...) and target (N, B, ...)."""
+    reduction, ignored, smoothing = options
+    each = F.cross_entropy(
+        x.flatten(0, 1), target.flatten(0, 1), ignore_index=ignored, reduction="none", label_smoothing=smoothing
+    ).view(len(x), -1)
+    total = each.sum(1) if each.shape[1] != 1 else each[:, 0]
+    if reduction == "sum":
+        return total
+    return total / (target.reshape(len(x), -1) != ignored).sum(1)  # none left: 0 / 0, as torch has it
+
+
+RULES = (Fold("cross_entropy", (F.cross_entropy,), bind_cross_entropy, cross_entropy),)
