@@ -25,11 +25,9 @@ class _Spec(NamedTuple):
 
 
 def _forward(spec: _Spec, x: Tensor, *params: Tensor | None) -> tuple[Tensor, ...]:
-    if spec.samples:
-        y, saved = spec.rule.forward(spec.options, x, *params)
-        return y, *saved
-    y, saved = spec.rule.forward(spec.options, x[None], *params)
-    return y[0], *saved
+    y, saved = spec.rule.forward(spec.options, x if spec.samples else x[None], *params)
+    y = y if spec.samples else y[0]
+    return y.data if y._is_view() else y, *saved  # a view made in here could not be changed in place outside
 
 
 def _reference(spec: _Spec) -> Callable[..., Tensor]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import _functorch as ft
-from ._errors import ArgumentError, FallbackWarning, PsgradError, place_of
+from ._errors import ArgumentError, FallbackWarning, PsgradError, UnsupportedOpError, place_of
 from ._intercept import Diverged, Intercept, Use
 from ._param import Source
 from ._problem import Problem
@@ -177,11 +177,18 @@ def join(outcomes: list[Outcome], index: Tensor | None = None) -> Outcome:
 def _looped(problem: Problem, sink: DenseSink, reason: Exception) -> Outcome:
     """One sample after the other, by ordinary autograd. An error that `fn` raises there is the user's own."""
     outcomes: list[Outcome] = []
+    copies = [p.clone() for p in problem.params]  # whatever fn does to them stays here
     sink.reset()
     for i in range(problem.n):
         with _draws(problem):
-            params = [p.detach().requires_grad_() for p in problem.params]
+            params = [p.detach().requires_grad_() for p in copies]
             loss, aux, spec = problem.call(params, problem.sample(i))
+        for name, p in zip(problem.names, copies, strict=True) if any(p._version for p in copies) else ():
+            if p._version:
+                raise UnsupportedOpError(
+                    f"fn changes {name} in place\n"
+                    "  per-sample gradients need parameters that stay put: change a clone instead."
+                )
         if i == 0:  # a sample alone works, so it was vmap that refused
             why = str(reason).strip().splitlines()[0] if str(reason).strip() else type(reason).__name__
             warnings.warn(

@@ -65,10 +65,15 @@ def place() -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """The innermost line of user code that `error` passed through."""
-    found, trace = "an unknown place", error.__traceback__
+    """The innermost line of user code that `error` passed through, or of a stock module where there is none."""
+    users = stock = None
+    trace = error.__traceback__
     while isinstance(trace, TracebackType):
+        where = trace.tb_frame, trace.tb_lineno
         if _users(trace.tb_frame):
-            found = _describe(trace.tb_frame, trace.tb_lineno)
+            users = where
+        elif isinstance(trace.tb_frame.f_locals.get("self"), torch.nn.Module):
+            stock = where
         trace = trace.tb_next
-    return found
+    found = users or stock
+    return _describe(*found) if found is not None else "an unknown place"

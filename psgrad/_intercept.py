@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from . import _functorch as ft
-from ._errors import PsgradError, name_of, place
+from ._errors import PsgradError, UnsupportedOpError, name_of, place
 from ._factors import Factor
 from ._param import Param, Source, shares_memory
 from ._pure import PURE, VIEWS
@@ -82,9 +82,9 @@ class _Apply(torch.autograd.Function):
         if dtype is not None:
             values = [None if v is None else v.to(dtype) for v in values]
         y, saved = rule.forward(call.options, x, *values)
-        ctx.save_for_backward(x, *saved)
+        ctx.save_for_backward(x if rule.keeps_input else x.new_empty(1).expand(x.shape), *saved)
         ctx.run, ctx.values = run, values
-        return y
+        return y.data if y._is_view() else y  # a view made in here could not be changed in place by `fn`
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
@@ -128,9 +128,15 @@ class Intercept(TorchFunctionMode):
             return ft.lower(args[0], self.n, self.level).requires_grad
         if func is _IS_NESTABLE:
             return False
-        if _is_composite(func) and self._params_in(args, kwargs):
+        if _is_composite(func) and self._scan(args, kwargs)[0]:
             with self:  # torch's own Python: what it calls comes here again
                 return _opened(func)(*args, **kwargs)
+        if not torch.is_grad_enabled() and args and id(args[0]) in self.tracked and _writes(func):
+            raise UnsupportedOpError(
+                f"{name_of(func)} changes {self.tracked[id(args[0])].source.name} in place\n"
+                f"  called at {place()}\n"
+                "  per-sample gradients need parameters that stay put: change a clone instead."
+            )
         if self.log is not None and not _is_attribute(func):
             self._note(func, args, kwargs, None, "no rule for this function")
         return func(*args, **kwargs)
@@ -139,29 +145,30 @@ class Intercept(TorchFunctionMode):
 
     def _resolve(self, value: Any) -> Any:
         """`value` with every tracked tensor replaced by its Param."""
-        if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-            return type(value)(self._resolve(v) for v in value)
+        if type(value) in (list, tuple):
+            return type(value)([self._resolve(v) for v in value])
         return self.tracked.get(id(value), value)
 
-    def _params_in(self, args: Any, kwargs: Any) -> list[Param]:
-        found = []
-        for value in (*args, *kwargs.values()):
-            for item in value if type(value) in (list, tuple) else (value,):
-                if id(item) in self.tracked:
-                    found.append(self.tracked[id(item)])
-        return found
-
-    def _samples_in(self, args: Any, kwargs: Any) -> bool:
-        """Whether a tensor that differs between samples, and is no parameter, is among the arguments."""
-        for value in (*args, *kwargs.values()):
-            for item in value if type(value) in (list, tuple) else (value,):
-                if isinstance(item, Tensor) and id(item) not in self.tracked and ft.is_batched(item, self.level):
-                    return True
-        return False
+    def _scan(self, args: Any, kwargs: Any) -> tuple[list[Param], bool]:
+        """The parameters among the arguments, and whether another tensor there differs between samples."""
+        params: list[Param] = []
+        samples = False
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if isinstance(value, Tensor):
+                param = self.tracked.get(id(value))
+                if param is not None:
+                    params.append(param)
+                elif not samples:
+                    samples = ft.is_batched(value, self.level)
+            elif type(value) in (list, tuple):
+                inner, sampled = self._scan(value, None)
+                params += inner
+                samples = samples or sampled
+        return params, samples
 
     def _note(self, func: Any, args: Any, kwargs: Any, rule: str | None, reason: str = "") -> Use | None:
         """Log a use of parameters, where somebody wants the log."""
-        if self.log is None or not (params := self._params_in(args, kwargs)):
+        if self.log is None or not (params := self._scan(args, kwargs)[0]):
             return None
         self.log.append(Use(tuple(params), name_of(func), place(), rule, reason))
         return self.log[-1]
@@ -181,20 +188,15 @@ class Intercept(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _ruled(self, rule: Rule | Fold, func: Any, args: Any, kwargs: Any) -> Any:
-        params = self._params_in(args, kwargs)
-        if not params and isinstance(rule, Rule) and rule.only_params:
+        params, samples = self._scan(args, kwargs)
+        if not params and (not samples or (isinstance(rule, Rule) and rule.only_params)):
             return func(*args, **kwargs)
         if ft.current_level() != self.level:
             return self._plain(func, args, kwargs, "inside another transform")
-        if not self._samples_in(args, kwargs):
-            if not params:
-                return func(*args, **kwargs)
-            if isinstance(rule, Fold):
-                return self._plain(func, args, kwargs, "no rule for this use of a parameter")
-            if rule.only_params:  # a weight made of weights, not a weight at work
-                return self._once(func, args, kwargs)
         if isinstance(rule, Fold):
             return self._folded(rule, func, args, kwargs)
+        if not samples and rule.only_params:  # a weight made of weights, not a weight at work
+            return self._once(func, args, kwargs, params)
         try:
             call = rule.bind(*self._resolve(args), **{k: self._resolve(v) for k, v in kwargs.items()})
         except PsgradError:
@@ -243,23 +245,23 @@ class Intercept(TorchFunctionMode):
         return ft.wrap(ft.below(rule.run, options, *lowered), self.level)
 
     def _pure(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if not self._params_in(args, kwargs):
+        params, samples = self._scan(args, kwargs)
+        if not params:
             return func(*args, **kwargs)
-        if ft.current_level() != self.level or self._samples_in(args, kwargs):
+        if samples or ft.current_level() != self.level:
             return self._plain(func, args, kwargs, "no rule for this function")
-        return self._once(func, args, kwargs)
+        return self._once(func, args, kwargs, params)
 
-    def _once(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _once(self, func: Any, args: Any, kwargs: Any, params: list[Param]) -> Any:
         """A function of parameters alone: computed once, tracked as a view or as a new source."""
         grad_enabled = torch.is_grad_enabled()
 
         def value_of(a: Any) -> Any:
             if type(a) in (list, tuple):
-                return type(a)(value_of(v) for v in a)
+                return type(a)([value_of(v) for v in a])
             return self.tracked[id(a)].value if id(a) in self.tracked else a
 
         values = func(*map(value_of, args), **{k: value_of(v) for k, v in kwargs.items()})
-        params = self._params_in(args, kwargs)
         many = isinstance(values, (list, tuple))
         flat = list(values) if many else [values]
         if not all(isinstance(v, Tensor) for v in flat):
@@ -279,9 +281,7 @@ class Intercept(TorchFunctionMode):
                 flat[i] = viewed[i]
             else:
                 flat[i] = self._derived(value, name_of(func), params)
-        if not many:
-            return flat[0]
-        return type(values)(flat) if type(values) in (list, tuple) else type(values)(*flat)
+        return type(values)(flat) if many else flat[0]
 
     def _derived(self, value: Tensor, op: str, params: list[Param]) -> Tensor:
         """A new source for a value that was computed from parameters alone."""
@@ -310,16 +310,17 @@ class Intercept(TorchFunctionMode):
         return func(rows[0], *args[1:], **kwargs)
 
 
+_ATTRIBUTES = frozenset(["__get__", "dim", "size", "numel", "stride", "__len__", "is_floating_point", "is_complex"])
+
+
 def _is_attribute(func: Any) -> bool:
-    return getattr(func, "__name__", "") in (
-        "__get__",
-        "dim",
-        "size",
-        "numel",
-        "__len__",
-        "stride",
-        "is_floating_point",
-    )
+    return getattr(func, "__name__", "") in _ATTRIBUTES
+
+
+def _writes(func: Any) -> bool:
+    """Whether `func` changes its first argument: add_, __iadd__, __setitem__."""
+    name = getattr(func, "__name__", "")
+    return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name.startswith("__i")
 
 
 def _is_composite(func: Any) -> bool:

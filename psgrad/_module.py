@@ -88,17 +88,22 @@ def from_module(model: torch.nn.Module, loss: Callable[[Any, Any], Tensor]) -> t
 
 
 def _names(model: torch.nn.Module) -> list[tuple[torch.nn.Parameter, list[str]]]:
-    """Each parameter once, with all the names that it has."""
+    """Each parameter once, with a name for each module that holds it.
+
+    A module at two paths holds it once: functional_call would restore it wrongly if given both.
+    """
     found: dict[int, tuple[torch.nn.Parameter, list[str]]] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(p), (p, []))[1].append(name)
+    for path, module in model.named_modules():
+        for key, p in module._parameters.items():
+            if p is not None:
+                found.setdefault(id(p), (p, []))[1].append(f"{path}.{key}" if path else key)
     return list(found.values())
 
 
 def _buffers(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str]]:
     return [
         (f"{path}.{key}" if path else key, module, key)
-        for path, module in model.named_modules(remove_duplicate=False)
+        for path, module in model.named_modules()
         for key in module._buffers
     ]
 

@@ -66,6 +66,7 @@ class Rule:
     forward: Forward
     backward: Backward
     plain: Callable[..., Tensor] | None = None
+    keeps_input: bool = True  # False: the backward reads only the shape of x
     saves: int = 0  # how many tensors forward returns for the backward
     only_params: bool = False  # plain vmap is as good where no operand is a parameter
     autocast: str = "keep"  # "lower": the op runs in autocast's dtype; "keep": in its operands'

@@ -85,6 +85,15 @@ _SPELLINGS = {
     "div": (torch.div, T.div, T.__truediv__, torch.divide, T.divide, torch.true_divide, T.true_divide),
 }
 RULES = tuple(
-    Rule(op, functions, _binder(op), forward, backward, only_params=True, factors=("Dense",))
+    Rule(
+        op,
+        functions,
+        _binder(op),
+        forward,
+        backward,
+        keeps_input=op in ("mul", "div"),
+        only_params=True,
+        factors=("Dense",),
+    )
     for op, functions in _SPELLINGS.items()
 )
