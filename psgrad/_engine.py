@@ -31,16 +31,21 @@ class Outcome(NamedTuple):
     aux_spec: optree.PyTreeSpec | None
 
 
-@contextlib.contextmanager
-def differentiating() -> Iterator[None]:
+def differentiating() -> contextlib.AbstractContextManager[Any]:
     """Gradients work inside, whatever the caller has switched off."""
-    with torch.inference_mode(False), torch.enable_grad():
-        yield
+    if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+        return contextlib.nullcontext()
+    stack = contextlib.ExitStack()
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(torch.enable_grad())
+    return stack
 
 
 def run(problem: Problem, sink: DenseSink) -> Outcome:
     """Per-sample gradients into `sink`."""
     try:
+        if problem.randomness == "different":
+            return vmapped(problem, sink)
         with _draws(problem):
             return vmapped(problem, sink)
     except Diverged as diverged:
@@ -60,8 +65,8 @@ def vmapped(problem: Problem, sink: Any, log: list[Use] | None = None) -> Outcom
     """All samples at once."""
     n = problem.n
     mode = Intercept(n, problem.randomness, sink, log)
-    roots = [p.contiguous().detach().requires_grad_() for p in problem.params]
-    leaves = [p.detach().expand(n, *p.shape).requires_grad_() for p in roots]
+    roots = [p.contiguous() for p in problem.params]
+    leaves = [p.expand(n, *p.shape).requires_grad_() for p in roots]
     mode.anchor = leaves[0]
     with ft.vmap_level(n, problem.randomness) as level:
         mode.level = level
@@ -69,18 +74,17 @@ def vmapped(problem: Problem, sink: Any, log: list[Use] | None = None) -> Outcom
         for i, (root, leaf, w) in enumerate(zip(roots, leaves, wrapped, strict=True)):
             mode.track(Source(i, partial(problem.name, i), root, leaf), w)
         sample = [ft.wrap(t, level) if b else t for t, b in zip(problem.batch, problem.batched, strict=True)]
-        with mode:
-            out = problem.call(wrapped, sample)
+        out = problem.call(wrapped, sample, mode)
         losses = ft.unwrap(out.loss, n, level)
         aux = [ft.unwrap(a, n, level) for a in out.aux]
     if losses.requires_grad:
-        _backward(losses, mode, roots, sink)
+        _backward(losses, mode, len(roots), sink)
     taken = {t.untyped_storage()._cdata for t in problem.batch if isinstance(t, Tensor)}
     aux = [a.clone() if a.untyped_storage()._cdata in taken or not a.is_contiguous() else a for a in aux]
     return Outcome(losses.detach().clone(), aux, out.aux_spec)
 
 
-def _backward(losses: Tensor, mode: Intercept, roots: list[Tensor], sink: Any) -> None:
+def _backward(losses: Tensor, mode: Intercept, count: int, sink: Any) -> None:
     """Gradients of the losses to the sink; those of functions of parameters pulled back to the parameters.
 
     Samples are independent under vmap, so the gradient of the sum of the losses is every sample's own.
@@ -91,12 +95,13 @@ def _backward(losses: Tensor, mode: Intercept, roots: list[Tensor], sink: Any) -
         if grad is not None:
             sink.add_dense(source, grad)
             mode.note_unseen(source)
-    derived = [source for source in mode.sources[len(roots) :] if sink.has(source)]
+    derived = [source for source in mode.sources[count:] if sink.has(source)]
     if derived:
         rows = [sink.take(source) for source in derived]
-        values = [source.value for source in derived]
+        values = [source.traced() for source in derived]
+        roots = [source.traced() for source in mode.sources[:count]]
         pulled = torch.autograd.grad(values, roots, rows, is_grads_batched=True, allow_unused=True)
-        for source, grad in zip(mode.sources, pulled, strict=False):
+        for source, grad in zip(mode.sources[:count], pulled, strict=True):
             if grad is not None:
                 sink.add_dense(source, grad)
 

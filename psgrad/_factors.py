@@ -29,6 +29,11 @@ def _keep(grads: Tensor, out: Tensor | None) -> Tensor:
     return grads if out is None else out.copy_(grads)
 
 
+def as_rows(t: Tensor) -> Tensor:
+    """(N, ..., D) as (N, T, D)."""
+    return t.flatten(1, -2) if t.dim() > 2 else t[:, None]
+
+
 @dataclass(frozen=True, eq=False)
 class Dense:
     """Gradients that are there already. The tensor belongs to the factor: nobody else holds it."""

@@ -78,7 +78,7 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: "_Run", dtype: torch.dtype | None, x: Tensor, anchor: Any) -> Any:
         rule, call, _, _ = run
-        values = [p.value.detach() if isinstance(p, Param) else p for p in call.params]
+        values = [p.value if isinstance(p, Param) else p for p in call.params]
         if dtype is not None:
             values = [None if v is None else v.to(dtype) for v in values]
         y, saved = rule.forward(call.options, x, *values)
@@ -97,6 +97,9 @@ class _Apply(torch.autograd.Function):
                 if isinstance(param, Param) and factor is not None:
                     sink.add(param, factor, use)
         return None, None, gx, None
+
+
+_apply = super(torch.autograd.Function, _Apply).apply  # without the checks for functorch, of which none is running
 
 
 class Intercept(TorchFunctionMode):
@@ -221,7 +224,7 @@ class Intercept(TorchFunctionMode):
             x = call.before(x)
         anchor = self.anchor if any(isinstance(p, Param) for p in call.params) else None
         if not torch.is_autocast_enabled(device):
-            y: Tensor = _Apply.apply(run, dtype, x, anchor)
+            y: Tensor = _apply(run, dtype, x, anchor)
         else:
             if rule.autocast == "lower" and x.dtype != torch.float64:
                 dtype = torch.get_autocast_dtype(device)
@@ -229,7 +232,7 @@ class Intercept(TorchFunctionMode):
             elif rule.autocast == "float32" and device != "cpu" and x.dtype != torch.float64:
                 x = x.float()  # what autocast does to norms on accelerators
             with torch.autocast(device, enabled=False):
-                y = _Apply.apply(run, dtype, x, anchor)
+                y = _apply(run, dtype, x, anchor)
         return y if call.after is None else call.after(y)
 
     def _folded(self, rule: Fold, func: Any, args: Any, kwargs: Any) -> Any:
@@ -259,7 +262,7 @@ class Intercept(TorchFunctionMode):
         def value_of(a: Any) -> Any:
             if type(a) in (list, tuple):
                 return type(a)([value_of(v) for v in a])
-            return self.tracked[id(a)].value if id(a) in self.tracked else a
+            return ft.below(self.tracked[id(a)].traced) if id(a) in self.tracked else a
 
         values = func(*map(value_of, args), **{k: value_of(v) for k, v in kwargs.items()})
         many = isinstance(values, (list, tuple))
@@ -277,7 +280,7 @@ class Intercept(TorchFunctionMode):
                 if viewed is None:
                     wrapped = func(*args, **kwargs)  # the same view of the leaf, for plain vmap
                     viewed = list(wrapped) if many else [wrapped]
-                self.tracked[id(viewed[i])] = Param(value, home.source, viewed[i])
+                self.tracked[id(viewed[i])] = Param(value.detach(), home.source, viewed[i], value)
                 flat[i] = viewed[i]
             else:
                 flat[i] = self._derived(value, name_of(func), params)
@@ -285,14 +288,15 @@ class Intercept(TorchFunctionMode):
 
     def _derived(self, value: Tensor, op: str, params: list[Param]) -> Tensor:
         """A new source for a value that was computed from parameters alone."""
-        value = value.contiguous()
-        leaf = ft.below(lambda: value.detach().expand(self.n, *value.shape).requires_grad_())
+        graph = value.contiguous()
+        value = graph.detach()
+        leaf = ft.below(lambda: value.expand(self.n, *value.shape).requires_grad_())
         wrapped = ft.wrap(leaf, self.level)
 
         def named() -> str:
             return f"{op}({', '.join(dict.fromkeys(p.source.name for p in params))})"
 
-        self.track(Source(len(self.sources), named, value, leaf), wrapped)
+        self.track(Source(len(self.sources), named, value, leaf, graph), wrapped)
         return wrapped
 
     def _answer(self, func: Any, args: Any, kwargs: Any) -> Any:

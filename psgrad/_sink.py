@@ -36,8 +36,9 @@ class DenseSink:
         written, buffer = self.grads.get(index), self._buffer(index)
         if written is None and param.whole:
             grads = factor.dense(buffer)
-            if buffer is None:
-                grads = grads.reshape(self.n, *source.value.shape).to(dtype).contiguous()
+            shape = (self.n, *source.value.shape)
+            if buffer is None and not (grads.shape == shape and grads.dtype == dtype and grads.is_contiguous()):
+                grads = grads.reshape(shape).to(dtype).contiguous()
             self.grads[index] = grads
             return
         if written is None:

@@ -9,7 +9,8 @@ import torch
 
 from . import _engine, _problem
 from ._api import per_sample_grads
-from ._intercept import Use
+from ._intercept import Diverged, Use
+from ._problem import Problem
 from ._sink import DenseSink
 
 
@@ -52,12 +53,23 @@ def rules_used(fn: Callable[..., Any], params: Any, batch: Any, *, in_dims: Any 
     problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness="different")
     log: list[Use] = []
     with _engine.differentiating():
-        _engine.vmapped(problem, DenseSink(problem.params, problem.n), log)
+        _logged(problem, log)
     used: dict[str, list[str]] = {}
     for use in log:
         for param in use.params:
             used.setdefault(param.source.name, []).append(use.rule or "vmap")
     return used
+
+
+def _logged(problem: Problem, log: list[Use]) -> None:
+    """Run, and log every use; where samples part ways, in each part."""
+    before = len(log)
+    try:
+        _engine.vmapped(problem, DenseSink(problem.params, problem.n), log)
+    except Diverged as diverged:
+        del log[before:]
+        for index in diverged.groups:
+            _logged(problem.rows(index), log)
 
 
 def check(

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._errors import UnsupportedOpError, place
-from .._factors import Factor, Rows
+from .._factors import Factor, Rows, as_rows
 from .._registry import Call, Decline, Needs, Param, Rule
 
 
@@ -24,7 +24,7 @@ def backward(
         return None, [None]
     padding, by_frequency = options
     (weight,), n = params, len(index)
-    index, g = index.reshape(n, -1), g.reshape(n, -1, g.shape[-1])
+    index, g = as_rows(index[..., None])[..., 0], as_rows(g)
     if by_frequency:  # of the row within its own sample
         rows = index + len(weight) * torch.arange(n, device=index.device)[:, None]
         _, where, counts = torch.unique(rows, return_inverse=True, return_counts=True)

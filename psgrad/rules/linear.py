@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._factors import Dense, Factor, Outer
+from .._factors import Dense, Factor, Outer, as_rows
 from .._registry import Call, Decline, Needs, Param, Rule
 
 
@@ -29,7 +29,7 @@ def backward(
     gx = torch.matmul(g, weight) if needs.x else None
     factors: list[Factor | None] = [None, None]
     if weight.dim() == 2:
-        x, g = x.reshape(len(x), -1, x.shape[-1]), g.reshape(len(g), -1, g.shape[-1])
+        x, g = as_rows(x), as_rows(g)
     if needs.params[0]:
         factors[0] = Outer(x, g)
     if needs.params[1]:
@@ -157,17 +157,19 @@ def bind_einsum(equation: Any, *operands: Any) -> Call | Decline:
     return _product(operands[0], operands[1], terms[0], terms[1], of_out)
 
 
-def _rule(name: str, functions: tuple[Any, ...], bind: Any) -> Rule:
-    return Rule(name, functions, bind, forward, backward, only_params=True, autocast="lower", factors=("Outer",))
+def _rule(name: str, functions: tuple[Any, ...], bind: Any, *factors: str) -> Rule:
+    return Rule(
+        name, functions, bind, forward, backward, only_params=True, autocast="lower", factors=("Outer", *factors)
+    )
 
 
 T = torch.Tensor
-LINEAR = _rule("linear", (F.linear,), bind_linear)
+LINEAR = _rule("linear", (F.linear,), bind_linear, "Dense")
 RULES = (
     LINEAR,
     _rule("matmul", (torch.matmul, T.matmul, T.__matmul__, torch.mm, T.mm), bind_matmul),
     _rule("bmm", (torch.bmm, T.bmm), bind_bmm),
     _rule("mv", (torch.mv, T.mv), bind_mv),
-    _rule("addmm", (torch.addmm, T.addmm), bind_addmm),
+    _rule("addmm", (torch.addmm, T.addmm), bind_addmm, "Dense"),
     _rule("einsum", (torch.einsum,), bind_einsum),
 )

@@ -37,11 +37,11 @@ def cross_entropy(options: Options, x: Tensor, target: Tensor) -> Tensor:
     reduction, ignored, smoothing = options
     each = F.cross_entropy(
         x.flatten(0, 1), target.flatten(0, 1), ignore_index=ignored, reduction="none", label_smoothing=smoothing
-    ).view(len(x), -1)
-    total = each.sum(1) if each.shape[1] != 1 else each[:, 0]
-    if reduction == "sum":
-        return total
-    return total / (target.reshape(len(x), -1) != ignored).sum(1)  # none left: 0 / 0, as torch has it
+    )
+    n, counted = len(x), target != ignored
+    if target.numel() != n:
+        each, counted = each.view(n, -1).sum(1), counted.view(n, -1).sum(1)
+    return each if reduction == "sum" else each / counted.view(n)  # none counted: 0 / 0, as torch has it
 
 
 RULES = (Fold("cross_entropy", (F.cross_entropy,), bind_cross_entropy, cross_entropy),)
