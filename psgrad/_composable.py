@@ -70,6 +70,19 @@ def _gradient(spec: _Spec) -> Callable[..., tuple[Tensor, ...]]:
     return lambda g, x, *params: torch.vmap(one, in_dims=(0, 0, *[None] * len(params)))(g, x, *params)
 
 
+def _push(function: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
+    """The derivative of `function` in one direction."""
+    try:
+        return torch.func.jvp(function, primals, tangents)[1]
+    except RuntimeError as error:
+        if "Nested forward mode" not in str(error):
+            raise
+    # inside torch.autograd.forward_ad, where forward mode does not nest: by two reverse passes
+    out, pull = torch.func.vjp(function, *primals)[:2]
+    zeros = torch.zeros_like(out) if isinstance(out, Tensor) else tuple(map(torch.zeros_like, out))
+    return torch.func.vjp(pull, zeros)[1](tangents)[0]
+
+
 class _Op(torch.autograd.Function):
     """The op. Besides its output it returns what the backward wants, which is not differentiable."""
 
@@ -102,7 +115,7 @@ class _Op(torch.autograd.Function):
         args = ctx.saved_tensors
         where = [i for i, t in enumerate(tangents) if t is not None]
         alone = _partial(_reference(ctx.spec), args, where)
-        out = torch.func.jvp(alone, tuple(args[i] for i in where), tuple(tangents[i] for i in where))[1]
+        out = _push(alone, tuple(args[i] for i in where), tuple(tangents[i] for i in where))
         return out, *[None] * ctx.saved
 
     @staticmethod
@@ -158,7 +171,7 @@ class _OpGrad(torch.autograd.Function):
         args, tangents = ctx.saved_tensors, (g, x, *rest[ctx.count :])
         where = [i for i, t in enumerate(tangents) if t is not None]
         alone = _partial(_gradient(ctx.spec), args, where)
-        return torch.func.jvp(alone, tuple(args[i] for i in where), tuple(tangents[i] for i in where))[1]
+        return _push(alone, tuple(args[i] for i in where), tuple(tangents[i] for i in where))
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, spec: _Spec, count: int, g: Tensor, x: Tensor, *rest: Any) -> Any:
@@ -172,7 +185,8 @@ class _OpGrad(torch.autograd.Function):
             return t.movedim(dim, 0) if dim is not None else t.expand(info.batch_size, *t.shape)
 
         g, x, *saved = (front(t, d) for t, d in zip((g, x, *rest[:count]), dims[: 2 + count], strict=True))
-        saved = [t.flatten(0, 1) for t in saved]  # as one call on all their samples would have saved it
+        # as one call on all their samples would have saved it; the kernels take contiguous memory for granted
+        saved = [t.flatten(0, 1).contiguous() for t in saved]
         if not spec.samples:
             return _OpGrad.apply(spec._replace(samples=True), count, g, x, *saved, *params), 0
         flat = _OpGrad.apply(spec, count, g.flatten(0, 1), x.flatten(0, 1), *saved, *params)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import _functorch as ft
 from ._errors import ArgumentError, FallbackWarning, PsgradError, UnsupportedOpError, place_of
-from ._intercept import Diverged, Intercept, Use
+from ._intercept import Diverged, Intercept, Use, Written
 from ._param import Source
 from ._problem import Problem
 from ._sink import DenseSink
@@ -41,15 +41,22 @@ def differentiating() -> contextlib.AbstractContextManager[Any]:
     return stack
 
 
-def run(problem: Problem, sink: DenseSink) -> Outcome:
-    """Per-sample gradients into `sink`."""
+def run(problem: Problem, sink: DenseSink, *, quiet: bool = False, writes: bool = False) -> Outcome:
+    """Per-sample gradients into `sink`.
+
+    `quiet` keeps fallbacks to itself; `writes`: `fn` changes its sample in place, so each attempt gets a copy.
+    """
+    attempt = problem.copied() if writes else problem
+    versions = [t._version for t in problem.batch if isinstance(t, Tensor)]
     try:
         if problem.randomness == "different":
-            return vmapped(problem, sink)
+            return vmapped(attempt, sink)
         with _draws(problem):
-            return vmapped(problem, sink)
-    except Diverged as diverged:
-        groups = diverged.groups
+            return vmapped(attempt, sink)
+    except Diverged as diverged:  # an exception's traceback holds the attempt's tensors: keep words only
+        groups, where, why = diverged.groups, place_of(diverged), ""
+    except Written:
+        return run(problem, sink, quiet=quiet, writes=True)
     except PsgradError:
         raise
     except Exception as error:
@@ -57,8 +64,27 @@ def run(problem: Problem, sink: DenseSink) -> Outcome:
             raise
         if problem.randomness == "error" and "random" in str(error):
             raise _drawing(place_of(error)) from None
-        return _looped(problem, sink, error)
-    return _split(problem, sink, groups)
+        groups, where = [], place_of(error)
+        why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if [t._version for t in problem.batch if isinstance(t, Tensor)] != versions:
+        raise UnsupportedOpError(
+            "fn changes its sample in place, and has to run more than once\n  change a clone of the sample instead."
+        )
+    if not groups:
+        reason = f"psgrad runs fn in a loop over samples: exact, but slow\n  vmap refused at {where}: {why}"
+        return _looped(problem, sink, None if quiet else reason)
+    if len(groups) > max(8, problem.n // 2) and not quiet:
+        _warn(f"psgrad runs fn on {len(groups)} groups of {problem.n} samples, which disagree at {where}")
+    outcomes = []
+    for index in groups:  # each on its own, put back in order
+        part = DenseSink(problem.params, len(index))
+        outcomes.append(run(problem.rows(index), part, quiet=quiet, writes=writes))
+        sink.put(index, part)
+    return join(outcomes, torch.cat(groups))
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, FallbackWarning, stacklevel=_callers_level())
 
 
 def vmapped(problem: Problem, sink: Any, log: list[Use] | None = None) -> Outcome:
@@ -69,7 +95,9 @@ def vmapped(problem: Problem, sink: Any, log: list[Use] | None = None) -> Outcom
     leaves = [p.expand(n, *p.shape).requires_grad_() for p in roots]
     mode.anchor = leaves[0]
     with ft.vmap_level(n, problem.randomness) as level:
-        mode.level = level
+        mode.level, mode.roots = level, len(roots)
+        if not problem.own_batch:
+            mode.batch = {t.untyped_storage()._cdata for t in problem.batch if isinstance(t, Tensor)}
         wrapped = [ft.wrap(leaf, level) for leaf in leaves]
         for i, (root, leaf, w) in enumerate(zip(roots, leaves, wrapped, strict=True)):
             mode.track(Source(i, partial(problem.name, i), root, leaf), w)
@@ -79,9 +107,17 @@ def vmapped(problem: Problem, sink: Any, log: list[Use] | None = None) -> Outcom
         aux = [ft.unwrap(a, n, level) for a in out.aux]
     if losses.requires_grad:
         _backward(losses, mode, len(roots), sink)
-    taken = {t.untyped_storage()._cdata for t in problem.batch if isinstance(t, Tensor)}
-    aux = [a.clone() if a.untyped_storage()._cdata in taken or not a.is_contiguous() else a for a in aux]
-    return Outcome(losses.detach().clone(), aux, out.aux_spec)
+    return Outcome(losses.detach().clone(), _owned(aux, [*problem.params, *problem.batch]), out.aux_spec)
+
+
+def _owned(results: list[Tensor], others: list[Any]) -> list[Tensor]:
+    """`results` as memory of their own: not shared with `others`, with each other, or between samples."""
+    taken = {t.untyped_storage()._cdata for t in others if isinstance(t, Tensor)} if results else set()
+    owned = []
+    for t in results:
+        owned.append(t.clone() if t.untyped_storage()._cdata in taken or not t.is_contiguous() else t)
+        taken.add(owned[-1].untyped_storage()._cdata)
+    return owned
 
 
 def _backward(losses: Tensor, mode: Intercept, count: int, sink: Any) -> None:
@@ -140,16 +176,6 @@ def _drawing(where: str) -> ArgumentError:
     )
 
 
-def _split(problem: Problem, sink: DenseSink, groups: list[Tensor]) -> Outcome:
-    """Each group of samples on its own, put back in order."""
-    outcomes = []
-    for index in groups:
-        part = DenseSink(problem.params, len(index))
-        outcomes.append(run(problem.rows(index), part))
-        sink.put(index, part)
-    return join(outcomes, torch.cat(groups))
-
-
 def join(outcomes: list[Outcome], index: Tensor | None = None) -> Outcome:
     """Outcomes of parts as one; row i of the joined parts is sample index[i]."""
     first = outcomes[0]
@@ -179,7 +205,7 @@ def join(outcomes: list[Outcome], index: Tensor | None = None) -> Outcome:
     )
 
 
-def _looped(problem: Problem, sink: DenseSink, reason: Exception) -> Outcome:
+def _looped(problem: Problem, sink: DenseSink, warning: str | None) -> Outcome:
     """One sample after the other, by ordinary autograd. An error that `fn` raises there is the user's own."""
     outcomes: list[Outcome] = []
     copies = [p.clone() for p in problem.params]  # whatever fn does to them stays here
@@ -187,20 +213,15 @@ def _looped(problem: Problem, sink: DenseSink, reason: Exception) -> Outcome:
     for i in range(problem.n):
         with _draws(problem):
             params = [p.detach().requires_grad_() for p in copies]
-            loss, aux, spec = problem.call(params, problem.sample(i))
+            loss, aux, spec = problem.call(params, problem.rows(slice(i, i + 1)).copied().sample(0))
+        if i == 0 and warning is not None:  # a sample alone works, so it was vmap that refused
+            _warn(warning)
         for name, p in zip(problem.names, copies, strict=True) if any(p._version for p in copies) else ():
             if p._version:
                 raise UnsupportedOpError(
                     f"fn changes {name} in place\n"
                     "  per-sample gradients need parameters that stay put: change a clone instead."
                 )
-        if i == 0:  # a sample alone works, so it was vmap that refused
-            why = str(reason).strip().splitlines()[0] if str(reason).strip() else type(reason).__name__
-            warnings.warn(
-                f"psgrad runs fn in a loop over samples: exact, but slow\n  vmap refused at {place_of(reason)}: {why}",
-                FallbackWarning,
-                stacklevel=_callers_level(),
-            )
         grads = torch.autograd.grad(loss, params, materialize_grads=True) if loss.requires_grad else None
         sink.put_row(i, grads)
         outcomes.append(Outcome(loss.detach()[None].clone(), [a[None] for a in aux], spec))

@@ -47,7 +47,7 @@ def vmap_level(n: int, randomness: str) -> Iterator[int]:
 def unwrap(t: Tensor, n: int, level: int) -> Tensor:
     """A result of the function as an (N, ...) tensor; to be called inside the level."""
     inner, dim = _ft._unwrap_batched(t, level)
-    result: Tensor = inner.expand(n, *inner.shape) if dim is None else inner.movedim(dim, 0)
+    result: Tensor = inner.expand(n, *inner.shape).clone() if dim is None else inner.movedim(dim, 0)
     return result
 
 

@@ -62,6 +62,10 @@ def _no_autocast(device: str) -> contextlib.AbstractContextManager[None]:
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
 
 
+class Written(BaseException):
+    """`fn` is about to change its sample in place: let it have a copy. Not for `fn` to catch."""
+
+
 class _Run(NamedTuple):
     rule: Rule
     call: Call
@@ -108,9 +112,10 @@ class Intercept(TorchFunctionMode):
     def __init__(self, n: int, randomness: str, sink: Sink, log: list[Use] | None = None) -> None:
         super().__init__()
         self.n, self.randomness, self.sink, self.log = n, randomness, sink, log
-        self.level = -1
+        self.level, self.roots = -1, 0  # roots: how many sources are parameters as given
         self.sources: list[Source] = []
         self.tracked: dict[int, Param] = {}  # by the id of the wrapped tensor, which the Param keeps alive
+        self.batch: set[int] = set()  # the storages of the caller's batch
         self.anchor: Tensor | None = None  # any leaf: what makes a rule's output require a gradient
 
     def track(self, source: Source, wrapped: Tensor) -> None:
@@ -134,12 +139,8 @@ class Intercept(TorchFunctionMode):
         if _is_composite(func) and self._scan(args, kwargs)[0]:
             with self:  # torch's own Python: what it calls comes here again
                 return _opened(func)(*args, **kwargs)
-        if not torch.is_grad_enabled() and args and id(args[0]) in self.tracked and _writes(func):
-            raise UnsupportedOpError(
-                f"{name_of(func)} changes {self.tracked[id(args[0])].source.name} in place\n"
-                f"  called at {place()}\n"
-                "  per-sample gradients need parameters that stay put: change a clone instead."
-            )
+        if _writes(func, kwargs) and args and isinstance(args[0], Tensor):
+            self._check_write(func, args[0])
         if self.log is not None and not _is_attribute(func):
             self._note(func, args, kwargs, None, "no rule for this function")
         return func(*args, **kwargs)
@@ -168,6 +169,22 @@ class Intercept(TorchFunctionMode):
                 params += inner
                 samples = samples or sampled
         return params, samples
+
+    def _check_write(self, func: Any, target: Tensor) -> None:
+        """`fn` changes `target` in place: never the caller's parameters or batch."""
+        param = self.tracked.get(id(target))
+        if param is not None and not torch.is_grad_enabled():
+            if param.source.index < self.roots:
+                raise UnsupportedOpError(
+                    f"{name_of(func)} changes {param.source.name} in place\n"
+                    f"  called at {place()}\n"
+                    "  per-sample gradients need parameters that stay put: change a clone instead."
+                )
+            raise RuntimeError("a function of parameters is changed in place")  # the loop can do that
+        if ft.current_level() != self.level:
+            return
+        if ft.lower(target, self.n, self.level).untyped_storage()._cdata in self.batch:
+            raise Written
 
     def _note(self, func: Any, args: Any, kwargs: Any, rule: str | None, reason: str = "") -> Use | None:
         """Log a use of parameters, where somebody wants the log."""
@@ -272,7 +289,8 @@ class Intercept(TorchFunctionMode):
         viewed: list[Any] | None = None
         for i, value in enumerate(flat):
             if not (value.requires_grad and grad_enabled):  # detached, or of integers: a constant
-                flat[i] = value.detach()
+                shared = any(shares_memory(value, p.source.value) for p in params)
+                flat[i] = value.detach().clone() if shared else value.detach()  # `fn` may change it
                 continue
             homes = params if func in VIEWS else ()
             home = next((p for p in homes if shares_memory(value, p.source.value)), None)
@@ -321,10 +339,17 @@ def _is_attribute(func: Any) -> bool:
     return getattr(func, "__name__", "") in _ATTRIBUTES
 
 
-def _writes(func: Any) -> bool:
-    """Whether `func` changes its first argument: add_, __iadd__, __setitem__."""
+def _writes(func: Any, kwargs: Any) -> bool:
+    """Whether `func` changes its first argument: add_, __iadd__, __setitem__, relu(inplace=True)."""
     name = getattr(func, "__name__", "")
-    return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name.startswith("__i")
+    if name.endswith("__"):
+        return name == "__setitem__" or name in _INPLACE
+    return name.endswith("_") or bool(kwargs.get("inplace"))
+
+
+_INPLACE = frozenset(
+    f"__i{op}__" for op in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+)
 
 
 def _is_composite(func: Any) -> bool:

@@ -59,8 +59,8 @@ def fake(problem: Problem) -> Iterator[Problem]:
 
 
 def _first(problem: Problem, n: int) -> Problem:
-    """The problem with n samples; the first n, or on fake tensors any."""
-    return problem.rows(slice(0, n))
+    """The problem with its first n samples, as copies: `fn` may change them."""
+    return problem.rows(slice(0, n)).copied()
 
 
 def _peak(problem: Problem) -> int:
@@ -68,14 +68,15 @@ def _peak(problem: Problem) -> int:
     buffers = [p.new_empty(problem.n, *p.shape) for p in problem.params]
     inputs = [t for t in (*problem.params, *problem.batch, *buffers) if isinstance(t, Tensor)]
     with Meter(inputs) as meter:
-        _engine.run(problem, DenseSink(problem.params, problem.n, buffers))
+        _engine.run(problem, DenseSink(problem.params, problem.n, buffers), quiet=True)
     return int(meter.peak)
 
 
-def peak_bytes(problem: Problem, n: int) -> int:
+def peak_bytes(problem: Problem, n: int, parted: bool = False) -> int:
     """What a run on n samples allocates beyond its inputs and its result.
 
-    On shapes alone where `fn` allows it; where it looks at values, from runs on one and on two samples.
+    `parted`: also where samples disagree and each part holds gradients of its own before they are put
+    together. On shapes alone where `fn` allows it; where it looks at values, from runs on one and on two samples.
     """
     try:
         with fake(problem) as shapes:
@@ -91,7 +92,8 @@ def peak_bytes(problem: Problem, n: int) -> int:
         with _engine.differentiating(), _engine.generators_kept(problem):
             one = _peak(_first(problem, 1))
             two = _peak(_first(problem, 2)) if n > 1 and problem.n > 1 else one
-        return one + (n - 1) * max(two - one, 0)
+        row = sum(p.numel() * p.element_size() for p in problem.params) if parted else 0
+        return one + (n - 1) * max(two - one, 0) + n * row
 
 
 _CHOSEN: "weakref.WeakKeyDictionary[Any, dict[Any, int]]" = weakref.WeakKeyDictionary()
@@ -112,11 +114,11 @@ def chunk_size(problem: Problem, max_bytes: int) -> int:
 
 
 def _choose(problem: Problem, max_bytes: int) -> int:
-    top = peak_bytes(problem, problem.n)
+    top = peak_bytes(problem, problem.n, True)
     if top <= max_bytes or problem.n == 1:
         low, least = problem.n, top
     else:
-        low, least = 1, peak_bytes(problem, 1)
+        low, least = 1, peak_bytes(problem, 1, True)
     if least > max_bytes:
         raise ArgumentError(
             f"max_bytes={max_bytes:,} is too little: one sample at a time needs {least:,}\n"
@@ -128,7 +130,7 @@ def _choose(problem: Problem, max_bytes: int) -> int:
             break
         share = (max_bytes - low_bytes) / max(high_bytes - low_bytes, 1)
         middle = min(max(low + int(share * (high - low)), low + 1), high - 1)
-        size = peak_bytes(problem, middle)
+        size = peak_bytes(problem, middle, True)
         if size <= max_bytes:
             low, low_bytes = middle, size
         else:

@@ -1,5 +1,6 @@
 """A module and a loss as a pure function of parameters and one sample."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -62,7 +63,7 @@ def from_module(model: torch.nn.Module, loss: Callable[[Any, Any], Tensor]) -> t
                 f"parameter {name!r} of the model has no shape yet\n"
                 "  call the model once, so that its lazy modules are made."
             )
-    slots = _slots(model)
+    slots, lock = _slots(model), threading.RLock()  # two threads would see each other's parameters
     modules = [module for module in model.modules() if module._parameters or module._buffers]
     params = {name: p.detach() for _, _, name, p in slots if p.requires_grad}
     if not params:
@@ -70,7 +71,7 @@ def from_module(model: torch.nn.Module, loss: Callable[[Any, Any], Tensor]) -> t
 
     def fn(params: dict[str, Tensor], sample: Any) -> Tensor:
         inputs, target = _pair(sample)
-        with _Holding(modules, slots, params):
+        with lock, _Holding(modules, slots, params):
             if isinstance(inputs, dict):
                 output = model(**inputs)
             else:
@@ -106,16 +107,15 @@ class _Holding:
         self.modules, self.slots, self.params = modules, slots, params
 
     def __enter__(self) -> None:
+        new: list[tuple[dict[str, Any], str, Tensor]] = []  # all made before the first is put in place
+        for module, key, name, p in self.slots:
+            new.append((module._parameters, key, self.params[name] if name in self.params else p.detach()))
         for module in self.modules:
-            for kept in (module._parameters, module._buffers):
-                if kept:
-                    self.held.append((kept, dict(kept)))
-            for key, buffer in module._buffers.items():
-                module._buffers[key] = None if buffer is None else buffer.clone()
-        for module, key, name, _ in self.slots:
-            own = module._parameters[key]
-            value = self.params[name] if name in self.params else own.detach() if own is not None else None
-            module._parameters[key] = value  # type: ignore[assignment]
+            new += [(module._buffers, key, b.clone()) for key, b in module._buffers.items() if b is not None]
+        for module in self.modules:
+            self.held += [(kept, dict(kept)) for kept in (module._parameters, module._buffers) if kept]
+        for kept, key, value in new:
+            kept[key] = value
 
     def __exit__(self, *_: object) -> None:
         for kept, before in self.held:

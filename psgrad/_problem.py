@@ -35,6 +35,11 @@ class Problem:
     n: int
     randomness: str
     has_aux: bool
+    own_batch: bool = False  # the batch is a copy that `fn` may change
+
+    def copied(self) -> "Problem":
+        """The same with a batch that `fn` may change."""
+        return replace(self, batch=[t.clone() if isinstance(t, Tensor) else t for t in self.batch], own_batch=True)
 
     def name(self, i: int) -> str:
         """The path of parameter i."""

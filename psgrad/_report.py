@@ -13,6 +13,7 @@ from ._errors import PsgradError, place_of
 from ._factors import Factor
 from ._intercept import Diverged, Use
 from ._param import Param, Source
+from ._plan import Plan
 from ._problem import Problem
 
 
@@ -105,11 +106,11 @@ class _Listing:
     """A sink that keeps what factors say of themselves, and never materialises one."""
 
     def __init__(self) -> None:
-        self.found: list[tuple[Use | None, Param, Factor]] = []
+        self.found: list[tuple[Use | None, Source, str, Plan]] = []  # no factor: it would keep the graph alive
         self.pulled: set[int] = set()  # parameters that have a gradient
 
     def add(self, param: Param, factor: Factor, use: Use | None) -> None:
-        self.found.append((use, param, factor))
+        self.found.append((use, param.source, type(factor).__name__, factor.plan))
         self.pulled.add(param.source.index)
 
     def add_dense(self, source: Source, grads: Tensor) -> None:
@@ -167,14 +168,14 @@ def explain(
         return Report((), (), 0, size, 0, 0, None, "no samples: nothing runs")
     try:
         with _memory.fake(problem) as shapes:
-            rows, used = _rows(*_listed(shapes))
+            rows, used = _rows(*_listed(shapes.copied()))
     except PsgradError:
         raise
     except (Exception, Diverged):
         note, scale = "fn looks at values: found out by running the first sample", problem.n
         try:
             with _engine.differentiating(), _engine.generators_kept(problem):
-                rows, used = _rows(*_listed(problem.rows(slice(0, 1))))
+                rows, used = _rows(*_listed(problem.rows(slice(0, 1)).copied()))
         except PsgradError:
             raise
         except Exception as error:
@@ -205,12 +206,11 @@ def _rows(log: list[Use], sink: _Listing) -> tuple[list[Row], set[int] | None]:
             if use.rule is None:
                 rows.append(Row(name, shape, use.op, use.place, f"vmap: {use.reason}", "Dense", "autograd", 0, size))
                 continue
-            factor = next((f for u, p, f in sink.found if u is use and p.source is param.source), None)
+            found = next((f for f in sink.found if f[0] is use and f[1] is param.source), None)
             how = f"rule {use.rule}"
-            if factor is None:
+            if found is None:
                 rows.append(Row(name, shape, use.op, use.place, how, "none", "the loss does not depend on it", 0, 0))
             else:
-                plan = factor.plan
-                kind = type(factor).__name__
+                _, _, kind, plan = found
                 rows.append(Row(name, shape, use.op, use.place, how, kind, plan.strategy, plan.flops, size))
     return rows, used

@@ -53,7 +53,7 @@ def rules_used(fn: Callable[..., Any], params: Any, batch: Any, *, in_dims: Any 
     problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness="different")
     log: list[Use] = []
     with _engine.differentiating():
-        _logged(problem, log)
+        _logged(problem.copied(), log)
     used: dict[str, list[str]] = {}
     for use in log:
         for param in use.params:

@@ -12,11 +12,15 @@ from .._plan import ConvGeometry
 from .._registry import Call, Decline, Needs, Rule
 
 
+def _images(t: Tensor) -> Tensor:
+    return t.reshape(t.shape[0] * t.shape[1], *t.shape[2:])
+
+
 def forward(
     geometry: ConvGeometry, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     stride, padding, dilation, groups = geometry
-    y = torch.convolution(x.flatten(0, 1), weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
+    y = torch.convolution(_images(x), weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
     return y.unflatten(0, x.shape[:2]), ()  # x (N, B, C, *S)
 
 
@@ -29,8 +33,8 @@ def backward(
     gx = None
     if needs.x:
         gx = torch.ops.aten.convolution_backward(
-            g.flatten(0, 1),
-            x.flatten(0, 1),
+            _images(g),
+            _images(x),
             weight,
             None,
             stride,

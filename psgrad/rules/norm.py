@@ -96,7 +96,7 @@ def layer_backward(
         gx = _aten.native_layer_norm_backward(g, x, options.shape, mean, rstd, weight, bias, mask)[0]
     rows = g.reshape(n, -1, prod(options.shape))  # (N, T, D)
     if needs.params[0]:
-        centred = (x.reshape(rows.shape) - mean.reshape(n, -1, 1)).mul_(rows)
+        centred = (x.reshape(rows.shape) - mean.reshape(n, -1, 1)) * rows
         gw = torch.bmm(rstd.to(centred.dtype).reshape(n, 1, -1), centred)  # sum_t rstd_t ((x_t - mean_t) g_t)
     if needs.params[1]:
         gb = rows.sum(1)

@@ -1,0 +1,1 @@
+"""Time and memory of per-sample gradients beside the ordinary batch gradient: `python -m benchmarks`."""

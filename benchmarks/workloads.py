@@ -1,0 +1,185 @@
+"""The workloads: one function each, from a number of samples to a model, a loss and a batch; a table below."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model, a loss that averages over its batch, and a batch with the samples along axis 0."""
+
+    model: nn.Module
+    loss: Loss
+    inputs: Tensor
+    target: Tensor
+
+    @property
+    def params(self) -> dict[str, Tensor]:
+        """The parameters by name, a tied one once."""
+        return dict(self.model.named_parameters())
+
+    @property
+    def result_bytes(self) -> int:
+        """The size of all per-sample gradients."""
+        return len(self.inputs) * sum(p.nbytes for p in self.params.values())
+
+
+def classify(model: nn.Module, n: int, *shape: int, classes: int = 10) -> Task:
+    """Random inputs of a shape, random labels."""
+    return Task(model, F.cross_entropy, torch.randn(n, *shape), torch.randint(classes, (n,)))
+
+
+def mlp_tiny(n: int) -> Task:
+    return classify(nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 2)), n, 20, classes=2)
+
+
+def mlp(n: int) -> Task:
+    model = nn.Sequential(nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
+    return classify(model, n, 784)
+
+
+class Residual(nn.Module):
+    """A basic block: two 3x3 convolutions with group norms, and a 1x1 shortcut where the shape changes."""
+
+    def __init__(self, cin: int, cout: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(cin, cout, 3, stride, padding=1, bias=False),
+            nn.GroupNorm(8, cout),
+            nn.ReLU(),
+            nn.Conv2d(cout, cout, 3, padding=1, bias=False),
+            nn.GroupNorm(8, cout),
+        )
+        same = cin == cout and stride == 1
+        down = lambda: nn.Sequential(nn.Conv2d(cin, cout, 1, stride, bias=False), nn.GroupNorm(8, cout))
+        self.shortcut = nn.Identity() if same else down()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.body(x) + self.shortcut(x))
+
+
+def resnet(n: int, widths: tuple[int, int, int] = (16, 32, 64)) -> Task:
+    a, b, c = widths
+    stem = [nn.Conv2d(3, a, 3, padding=1, bias=False), nn.GroupNorm(8, a), nn.ReLU()]
+    sizes = [(a, a, 1), (a, a, 1), (a, b, 2), (b, b, 1), (b, c, 2), (c, c, 1)]
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(c, 10)]
+    return classify(nn.Sequential(*stem, *(Residual(*size) for size in sizes), *head), n, 3, 32, 32)
+
+
+def instance(n: int) -> Task:
+    norm = partial(nn.InstanceNorm2d, affine=True)
+    model = nn.Sequential(
+        *(nn.Conv2d(3, 32, 3, padding=1), norm(32), nn.ReLU()),
+        *(nn.Conv2d(32, 64, 3, stride=2, padding=1), norm(64), nn.ReLU()),
+        *(nn.Conv2d(64, 64, 3, padding=1), norm(64), nn.ReLU()),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)),
+    )
+    return classify(model, n, 3, 32, 32)
+
+
+def conv1d(n: int) -> Task:
+    model = nn.Sequential(
+        *(nn.Conv1d(1, 32, 9, stride=2), nn.GroupNorm(8, 32), nn.ReLU()),
+        *(nn.Conv1d(32, 64, 9, stride=2), nn.GroupNorm(8, 64), nn.ReLU()),
+        *(nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(64, 10)),
+    )
+    return classify(model, n, 1, 4000)
+
+
+def conv3d(n: int) -> Task:
+    model = nn.Sequential(
+        *(nn.Conv3d(1, 8, 3, padding=1), nn.GroupNorm(4, 8), nn.ReLU()),
+        *(nn.Conv3d(8, 16, 3, stride=2, padding=1), nn.GroupNorm(4, 16), nn.ReLU()),
+        *(nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(16, 10)),
+    )
+    return classify(model, n, 1, 24, 24, 24)
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block with causal attention."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(attended.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm2(x))
+
+
+class GPT(nn.Module):
+    """A small language model with learned positions."""
+
+    def __init__(self, vocabulary: int, length: int, width: int, heads: int, depth: int, tied: bool) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+        if tied:
+            self.head.weight = self.token.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.token(tokens) + self.position(torch.arange(tokens.shape[1]))
+        return self.head(self.norm(self.blocks(x)))
+
+
+def gpt(n: int, tied: bool = False, length: int = 128) -> Task:
+    tokens = torch.randint(1000, (n, length + 1))
+    loss: Loss = lambda logits, target: F.cross_entropy(logits.flatten(0, 1), target.flatten())
+    return Task(GPT(1000, length, 256, 4, 4, tied), loss, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+
+class LSTM(nn.Module):
+    """Two recurrent layers, and a linear one on the last step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(64, 128, num_layers=2, batch_first=True), nn.Linear(128, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+def lstm(n: int) -> Task:
+    return classify(LSTM(), n, 64, 64)
+
+
+# name: (samples, task); a new workload is a function above and a line here.
+WORKLOADS: dict[str, tuple[int, Callable[[int], Task]]] = {
+    "mlp-tiny": (64, mlp_tiny),
+    "mlp": (256, mlp),
+    "resnet": (64, resnet),
+    "resnet-wide": (16, partial(resnet, widths=(64, 128, 256))),
+    "instance": (32, instance),
+    "conv1d": (32, conv1d),
+    "conv3d": (8, conv3d),
+    "gpt": (8, gpt),
+    "gpt-tied": (8, partial(gpt, tied=True)),
+    "lstm": (32, lstm),
+}
+
+
+def make(name: str, n: int | None = None) -> Task:
+    """A workload's task, the same every time; `n` samples in place of its own number."""
+    torch.manual_seed(0)
+    samples, task = WORKLOADS[name]
+    return task(samples if n is None else n)
+
+
+def setup() -> dict[str, Any]:
+    """The settings that every measurement shares, and what to say about them."""
+    torch.set_num_threads(2)
+    return {"torch": torch.__version__, "dtype": "float32", "threads": 2}

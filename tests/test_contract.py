@@ -1,0 +1,257 @@
+"""The contract, for every case of the table: exact, by the stated rules, whatever the batch and the chunks."""
+
+import contextlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import grad, vmap
+
+import psgrad
+from psgrad import _registry
+from psgrad._registry import RULES, Fold, Rule
+
+from .cases import CASES, Case, N, draw, loss
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning"),
+]
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+
+
+def grads_of(case: Case, *problem: Any, **options: Any) -> Any:
+    """`per_sample_grads`, which must warn of a loop just where the case says so."""
+    expected = pytest.warns(psgrad.FallbackWarning) if case.loops else contextlib.nullcontext()
+    with expected:
+        return psgrad.per_sample_grads(*problem, **options)
+
+
+def assert_close(found: Any, wanted: Any, **tolerances: Any) -> None:
+    """Equal trees, paths and dtypes; values up to rounding."""
+    paths, leaves, spec = optree.tree_flatten_with_path(found)
+    _, others, other_spec = optree.tree_flatten_with_path(wanted)
+    assert spec == other_spec
+    for path, a, b in zip(paths, leaves, others, strict=True):
+        torch.testing.assert_close(a, b, msg=lambda text, path=path: f"{path}: {text}", **tolerances)
+
+
+def samples(batch: Any, index: Any) -> Any:
+    return optree.tree_map(lambda t: t[index], batch)
+
+
+# ---- equality ----------------------------------------------------------------------------------------------
+
+
+@every_case
+def test_equals_the_loop_and_touches_nothing(case: Case) -> None:
+    fn, params, batch = case.make()
+    before = optree.tree_map(torch.clone, (params, batch))
+    versions = [t._version for t in optree.tree_leaves((params, batch))]
+    found = grads_of(case, fn, params, batch)
+    assert [t._version for t in optree.tree_leaves((params, batch))] == versions
+    assert_close((params, batch), before, rtol=0, atol=0)
+    for g, p in zip(optree.tree_leaves(found), optree.tree_leaves(params), strict=True):
+        assert not p.requires_grad
+        assert p.grad is None
+        assert not g.requires_grad
+        assert g.is_contiguous()
+    assert_close(found, psgrad.testing.loop_grads(fn, params, batch))
+
+
+@every_case
+def test_equals_vmap_of_grad(case: Case) -> None:
+    fn, params, batch = case.make()
+    if case.refused:
+        with pytest.raises(RuntimeError):
+            vmap(grad(fn), in_dims=(None, 0))(params, batch)
+    else:
+        assert_close(grads_of(case, fn, params, batch), vmap(grad(fn), in_dims=(None, 0))(params, batch))
+
+
+@every_case
+def test_rows_sum_to_the_ordinary_gradient(case: Case) -> None:
+    fn, params, batch = case.make()
+    leaves, spec = optree.tree_flatten(optree.tree_map(lambda p: p.clone().requires_grad_(), params))
+    total = sum(fn(optree.tree_unflatten(spec, leaves), samples(batch, i)).sum() for i in range(N))
+    whole = torch.autograd.grad(total, leaves, materialize_grads=True) if total.requires_grad else None
+    want = [torch.zeros_like(p) for p in leaves] if whole is None else list(whole)
+    assert_close([g.sum(0) for g in optree.tree_leaves(grads_of(case, fn, params, batch))], want)
+
+
+@every_case
+def test_a_row_belongs_to_its_sample_alone(case: Case) -> None:
+    """Permuting samples permutes rows; where sample 3 stands twice and 2 not at all, so do their rows."""
+    fn, params, batch = case.make()
+    rows = grads_of(case, fn, params, batch)
+    for order in ([2, 0, 3, 1], [3, 0, 3, 1]):
+        assert_close(grads_of(case, fn, params, samples(batch, order)), samples(rows, order))
+
+
+@every_case
+def test_chunks_change_nothing(case: Case) -> None:
+    fn, params, batch = case.make()
+    rows = grads_of(case, fn, params, batch)
+    for size in (1, 2, 3):
+        assert_close(grads_of(case, fn, params, batch, chunk_size=size), rows)
+
+
+@every_case
+def test_one_sample_and_none(case: Case) -> None:
+    fn, params, batch = case.make()
+    one = samples(batch, slice(2, 3))
+    assert_close(grads_of(case, fn, params, one), psgrad.testing.loop_grads(fn, params, one))
+    none = psgrad.per_sample_grads(fn, params, samples(batch, slice(0)))
+    assert_close(none, optree.tree_map(lambda p: p.new_empty(0, *p.shape), params))
+
+
+@every_case
+def test_out_is_written_and_returned(case: Case) -> None:
+    fn, params, batch = case.make()
+    want = psgrad.testing.loop_grads(fn, params, batch)
+    out = optree.tree_map(lambda p: p.new_full((N, *p.shape), torch.nan), params)
+    addresses = [t.data_ptr() for t in optree.tree_leaves(out)]
+    found = grads_of(case, fn, params, batch, out=out)
+    assert found is out
+    assert [t.data_ptr() for t in optree.tree_leaves(out)] == addresses
+    assert_close(out, want)
+    strided = optree.tree_map(lambda p: p.new_full((*p.shape, N), torch.nan).movedim(-1, 0), params)
+    grads_of(case, fn, params, batch, out=strided, chunk_size=3)
+    assert_close(strided, want)
+
+
+@every_case
+def test_float32_is_as_accurate_as_autograd(case: Case) -> None:
+    """Errors against float64 at most a few times those of ordinary float32 autograd."""
+    exact = optree.tree_leaves(psgrad.testing.loop_grads(*case.make()))
+    single = case.make(torch.float32)
+    found = optree.tree_leaves(grads_of(case, *single))
+    plain = optree.tree_leaves(psgrad.testing.loop_grads(*single))
+    for g, p, e in zip(found, plain, exact, strict=True):
+        assert g.dtype == torch.float32
+        if e.numel():
+            scale = e.abs().max() * torch.finfo(torch.float32).eps
+            allowed = 8 * torch.maximum((p - e).abs().max(), 4 * scale)
+            assert (g - e).abs().max() <= allowed
+
+
+# ---- the rules ran -----------------------------------------------------------------------------------------
+
+
+def used(fn: Any, params: Any, batch: Any) -> dict[str, list[str]]:
+    return {path: sorted(names) for path, names in psgrad.testing.rules_used(fn, params, batch).items()}
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if not c.loops and not c.diverges], ids=lambda case: case.id)
+def test_the_stated_rules_ran(case: Case) -> None:
+    assert used(*case.make()) == {path: sorted(names) for path, names in case.rules.items()}
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.diverges], ids=lambda case: case.id)
+def test_the_stated_rules_ran_in_one_branch_or_another(case: Case) -> None:
+    fn, params, batch = case.make()
+    found: dict[str, set[str]] = {}
+    for i in range(N):
+        for path, names in used(fn, params, samples(batch, slice(i, i + 1))).items():
+            found.setdefault(path, set()).update(names)
+    assert found == {path: set(names) for path, names in case.rules.items()}
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, rule: Fold) -> list[str]:
+    """Every run of `rule` from now on, by name."""
+    runs: list[str] = []
+
+    def run(*args: Any) -> Tensor:
+        runs.append(rule.name)
+        return rule.run(*args)
+
+    for function in rule.functions:
+        monkeypatch.setitem(RULES, function, rule._replace(run=run))
+    return runs
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.folds], ids=lambda case: case.id)
+def test_the_stated_folds_ran(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    folds = {rule.name: rule for rule in RULES.values() if isinstance(rule, Fold)}
+    for name in case.folds:
+        runs = counted(monkeypatch, folds[name])
+        psgrad.per_sample_grads(*case.make())
+        assert runs == [name]
+
+
+# ---- nothing is left out -----------------------------------------------------------------------------------
+
+REGISTERED = {rule.name: rule for rule in RULES.values()}
+
+
+@pytest.mark.parametrize("name", REGISTERED)
+def test_every_rule_has_cases(name: str) -> None:
+    if isinstance(REGISTERED[name], Fold):
+        assert any(name in case.folds for case in CASES)
+    else:
+        assert any(name in names for case in CASES for names in case.rules.values())
+
+
+# How to call any function of a rule: (function, x, params) -> output, the sample's shape, the parameters'.
+Spelling = tuple[Callable[..., Tensor], tuple[int, ...], dict[str, tuple[int, ...]]]
+_PAIR: Callable[..., Tensor] = lambda f, x, w: f(x, w)
+_AFFINE = {"w": (4,), "b": (4,)}
+SPELLINGS: dict[str, Spelling] = {
+    "linear": (lambda f, x, w, b: f(x, w, b), (2, 3), {"w": (4, 3), "b": (4,)}),
+    "matmul": (_PAIR, (2, 3), {"w": (3, 4)}),
+    "bmm": (_PAIR, (2, 2, 3), {"w": (2, 3, 4)}),
+    "mv": (_PAIR, (2, 3), {"w": (3,)}),
+    "addmm": (lambda f, x, w, b: f(b, x, w), (2, 3), {"w": (3, 4), "b": (4,)}),
+    "einsum": (lambda f, x, w: f("ti,io->to", x, w), (2, 3), {"w": (3, 4)}),
+    "conv1d": (lambda f, x, w, b: f(x, w, b), (3, 5), {"w": (4, 3, 2), "b": (4,)}),
+    "conv2d": (lambda f, x, w, b: f(x, w, b), (3, 4, 4), {"w": (4, 3, 2, 2), "b": (4,)}),
+    "conv3d": (lambda f, x, w, b: f(x, w, b), (2, 3, 3, 3), {"w": (4, 2, 2, 2, 2), "b": (4,)}),
+    "group_norm": (lambda f, x, w, b: f(x, 2, w, b), (2, 4, 3), _AFFINE),
+    "layer_norm": (lambda f, x, w, b: f(x, [4], w, b), (2, 4), _AFFINE),
+    "instance_norm": (lambda f, x, w, b: f(x, None, None, w, b), (2, 4, 3), _AFFINE),
+    "batch_norm": (lambda f, x, w, b: f(x, None, None, w, b, training=True), (2, 4, 3), _AFFINE),
+    "embedding": (lambda f, x, w: f(x.argsort(), w), (3,), {"w": (3, 4)}),
+    "index": (lambda f, x, w: f(w, x.argsort()), (3,), {"w": (3, 4)}),
+    "add": (_PAIR, (2, 3), {"w": (3,)}),
+    "sub": (_PAIR, (2, 3), {"w": (3,)}),
+    "mul": (_PAIR, (2, 3), {"w": (3,)}),
+    "div": (_PAIR, (2, 3), {"w": (3,)}),
+}
+
+
+def _named(function: Callable[..., Any]) -> str:
+    owner = getattr(function, "__objclass__", None) or inspect.getmodule(function)
+    return f"{getattr(owner, '__name__', 'torch')}.{function.__name__}"
+
+
+ENTRIES = [(function, rule) for function, rule in RULES.items() if isinstance(rule, Rule)]
+
+
+@pytest.mark.parametrize(("function", "rule"), ENTRIES, ids=[f"{r.name}-{_named(f)}" for f, r in ENTRIES])
+def test_every_registered_function_runs_its_rule(function: Callable[..., Any], rule: Rule) -> None:
+    call, shape, shapes = SPELLINGS[rule.name]
+    params = {name: draw(*shape).double() for name, shape in shapes.items()}
+    psgrad.testing.check(
+        lambda p, x: loss(call(function, x, **p)),
+        params,
+        draw(N, *shape).double(),
+        rules={f"params[{name!r}]": [rule.name] for name in params},
+    )
+
+
+def test_a_rule_without_a_case_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two checks above can fail."""
+    rule = REGISTERED["linear"]
+    assert isinstance(rule, Rule)
+    stray = Rule("stray", (F.prelu,), rule.bind, rule.forward, rule.backward)
+    monkeypatch.setitem(_registry.RULES, F.prelu, stray)
+    monkeypatch.setitem(REGISTERED, "stray", stray)
+    with pytest.raises(AssertionError):
+        test_every_rule_has_cases("stray")
+    with pytest.raises(KeyError):
+        test_every_registered_function_runs_its_rule(F.prelu, stray)

@@ -1,0 +1,428 @@
+"""from_module: a module and a loss as a pure function, against the module's own gradients."""
+
+import dataclasses
+from collections import OrderedDict
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import psgrad
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    torch.set_default_dtype(torch.float64)  # conftest puts it back
+
+
+def by_hand(model, loss, call, target, n):
+    """One ordinary backward pass of the module itself per sample; `call(i)` gives its arguments for sample i."""
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    rows = []
+    for i in range(n):
+        args, kwargs = call(i)
+        value = loss(model(*args, **kwargs), None if target is None else target[i : i + 1])
+        rows.append(torch.autograd.grad(value, list(named.values()), materialize_grads=True, allow_unused=True))
+    return {name: torch.stack(grads) for name, grads in zip(named, zip(*rows, strict=True), strict=True)}
+
+
+def same(model, loss, x, y):
+    """per_sample_grads through from_module equals the module's own gradients for a tensor input."""
+    fn, params = psgrad.from_module(model, loss)
+    ours = psgrad.per_sample_grads(fn, params, (x, y))
+    want = by_hand(model, loss, lambda i: ((x[i : i + 1],), {}), y, len(x))
+    torch.testing.assert_close(ours, want, rtol=1e-9, atol=1e-10)
+
+
+def mlp(out=3):
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, out))
+
+
+# ---- inputs -------------------------------------------------------------------------------------------
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 3), nn.Linear(2, 3)
+
+    def forward(self, x, z, scale=1.0):
+        return self.a(x) * scale + self.b(z)
+
+
+def test_tensor_input():
+    same(mlp(), F.cross_entropy, torch.randn(5, 4), torch.randint(3, (5,)))
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_tuple_input(kind):
+    model, x, z, y = Two(), torch.randn(5, 4), torch.randn(5, 2), torch.randn(5, 3)
+    fn, params = psgrad.from_module(model, F.mse_loss)
+    ours = psgrad.per_sample_grads(fn, params, (kind((x, z)), y))
+    want = by_hand(model, F.mse_loss, lambda i: ((x[i : i + 1], z[i : i + 1]), {}), y, 5)
+    torch.testing.assert_close(ours, want)
+
+
+def test_dict_input():
+    model, x, z, y = Two(), torch.randn(5, 4), torch.randn(5, 2), torch.randn(5, 3)
+    fn, params = psgrad.from_module(model, F.mse_loss)
+    ours = psgrad.per_sample_grads(fn, params, ({"z": z, "x": x}, y))
+    want = by_hand(model, F.mse_loss, lambda i: ((), {"x": x[i : i + 1], "z": z[i : i + 1]}), y, 5)
+    torch.testing.assert_close(ours, want)
+
+
+def test_dict_input_with_a_shared_leaf():
+    """A leaf with in_dims=None reaches the module as it is: here a number."""
+    model, x, z, y = Two(), torch.randn(5, 4), torch.randn(5, 2), torch.randn(5, 3)
+    fn, params = psgrad.from_module(model, F.mse_loss)
+    batch, in_dims = ({"x": x, "z": z, "scale": 2.0}, y), ({"x": 0, "z": 0, "scale": None}, 0)
+    ours = psgrad.per_sample_grads(fn, params, batch, in_dims=in_dims)
+    want = by_hand(model, F.mse_loss, lambda i: ((), {"x": x[i : i + 1], "z": z[i : i + 1], "scale": 2.0}), y, 5)
+    torch.testing.assert_close(ours, want)
+
+
+def test_target_that_is_a_tree():
+    x, y, w = torch.randn(5, 4), torch.randint(3, (5,)), torch.rand(5)
+    loss = lambda out, t: (F.cross_entropy(out, t["label"], reduction="none") * t["weight"]).sum()
+    model = mlp()
+    fn, params = psgrad.from_module(model, loss)
+    ours = psgrad.per_sample_grads(fn, params, (x, {"label": y, "weight": w}))
+    for i in range(5):
+        value = loss(model(x[i : i + 1]), {"label": y[i : i + 1], "weight": w[i : i + 1]})
+        for g, (name, _) in zip(
+            torch.autograd.grad(value, list(model.parameters())), model.named_parameters(), strict=True
+        ):
+            torch.testing.assert_close(ours[name][i], g)
+
+
+def test_no_target():
+    """None is a target too: nothing but the output counts."""
+    model, x = mlp(), torch.randn(5, 4)
+    fn, params = psgrad.from_module(model, lambda out, target: out.square().sum())
+    ours = psgrad.per_sample_grads(fn, params, (x, None))
+    want = by_hand(model, lambda out, _: out.square().sum(), lambda i: ((x[i : i + 1],), {}), None, 5)
+    torch.testing.assert_close(ours, want)
+
+
+# ---- losses -------------------------------------------------------------------------------------------
+
+LOSSES = {
+    "cross_entropy": (F.cross_entropy, lambda: torch.randint(3, (5,))),
+    "cross_entropy, probabilities": (F.cross_entropy, lambda: torch.softmax(torch.randn(5, 3), 1)),
+    "cross_entropy, smoothed": (
+        lambda o, t: F.cross_entropy(o, t, label_smoothing=0.1),
+        lambda: torch.randint(3, (5,)),
+    ),
+    "mse_loss": (F.mse_loss, lambda: torch.randn(5, 3)),
+    "bce_with_logits": (F.binary_cross_entropy_with_logits, lambda: torch.randint(2, (5, 3)).double()),
+    "a module": (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]).double()), lambda: torch.randint(3, (5,))),
+    "a module, sum": (nn.L1Loss(reduction="sum"), lambda: torch.randn(5, 3)),
+    "nll of log_softmax": (lambda o, t: F.nll_loss(F.log_softmax(o, 1), t), lambda: torch.randint(3, (5,))),
+    "huber": (F.huber_loss, lambda: torch.randn(5, 3)),
+    "multi_margin": (F.multi_margin_loss, lambda: torch.randint(3, (5,))),
+    "a lambda": (lambda o, t: ((o.sum() - t) ** 2).mean(), lambda: torch.randn(5)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch, of multi_margin_loss
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses(name):
+    loss, target = LOSSES[name]
+    same(mlp(), loss, torch.randn(5, 4), target())
+
+
+def test_token_level_loss():
+    model = nn.Sequential(nn.Embedding(10, 8), nn.LayerNorm(8), nn.Linear(8, 10))
+    tokens = torch.randint(10, (5, 7))
+    same(model, lambda logits, t: F.cross_entropy(logits.mT, t), tokens, tokens.roll(-1, 1))
+
+
+def test_token_level_loss_that_ignores_positions():
+    model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 10))
+    tokens = torch.randint(10, (5, 7))
+    target = tokens.masked_fill(torch.arange(7) >= torch.tensor([7, 6, 3, 1, 2])[:, None], -100)
+    same(model, lambda logits, t: F.cross_entropy(logits.flatten(0, 1), t.flatten()), tokens, target)
+
+
+def test_segmentation_loss():
+    same(nn.Conv2d(3, 4, 3, padding=1), F.cross_entropy, torch.randn(5, 3, 6, 6), torch.randint(4, (5, 6, 6)))
+
+
+# ---- which parameters ---------------------------------------------------------------------------------
+
+
+def test_params_are_the_trainable_ones_detached():
+    model = mlp()
+    _, params = psgrad.from_module(model, F.mse_loss)
+    assert list(params) == [name for name, _ in model.named_parameters()]
+    for name, p in model.named_parameters():
+        assert not params[name].requires_grad
+        assert params[name].data_ptr() == p.data_ptr()  # no copy
+
+
+def test_frozen_parameters():
+    model = mlp()
+    model[0].weight.requires_grad_(False)
+    model[2].bias.requires_grad_(False)
+    fn, params = psgrad.from_module(model, F.mse_loss)
+    assert list(params) == ["0.bias", "2.weight"]
+    same(model, F.mse_loss, torch.randn(5, 4), torch.randn(5, 3))
+    report = psgrad.explain(fn, params, (torch.randn(5, 4), torch.randn(5, 3)))
+    assert {row.param for row in report.rows} == {"params['0.bias']", "params['2.weight']"}
+
+
+def test_tied_weights_once():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tok, self.head = nn.Embedding(9, 4), nn.Linear(4, 9)
+            self.head.weight = self.tok.weight
+
+        def forward(self, tokens):
+            return self.head(torch.tanh(self.tok(tokens)))
+
+    _, params = psgrad.from_module(Tied(), F.mse_loss)
+    assert list(params) == ["tok.weight", "head.bias"]
+    tokens = torch.randint(9, (5, 6))
+    same(Tied(), lambda out, t: F.cross_entropy(out.mT, t), tokens, tokens)
+
+
+def test_shared_submodule_once():
+    layer = nn.Linear(4, 4)
+    model = nn.Sequential(OrderedDict(first=layer, act=nn.Tanh(), second=layer))
+    _, params = psgrad.from_module(model, F.mse_loss)
+    assert list(params) == ["first.weight", "first.bias"]
+    same(model, F.mse_loss, torch.randn(5, 4), torch.randn(5, 4))
+
+
+def test_fn_uses_the_params_it_is_given():
+    """Not those of the module: params may be anything of their shapes."""
+    model, x, y = mlp(), torch.randn(5, 4), torch.randn(5, 3)
+    fn, params = psgrad.from_module(model, F.mse_loss)
+    other = {name: torch.randn_like(p) for name, p in params.items()}
+    ours = psgrad.per_sample_grads(fn, other, (x, y))
+    model.load_state_dict(other)
+    torch.testing.assert_close(ours, by_hand(model, F.mse_loss, lambda i: ((x[i : i + 1],), {}), y, 5))
+
+
+def test_a_part_of_params():
+    """Fewer parameters than the module has: the rest are frozen at the module's values."""
+    model, x, y = mlp(), torch.randn(5, 4), torch.randn(5, 3)
+    fn, params = psgrad.from_module(model, F.mse_loss)
+    head = {name: p for name, p in params.items() if name.startswith("2")}
+    ours = psgrad.per_sample_grads(fn, head, (x, y))
+    want = by_hand(model, F.mse_loss, lambda i: ((x[i : i + 1],), {}), y, 5)
+    torch.testing.assert_close(ours, {name: want[name] for name in head})
+
+
+def test_the_module_keeps_its_parameters():
+    model = mlp()
+    before = dict(model.named_parameters())
+    fn, params = psgrad.from_module(model, F.mse_loss)
+    psgrad.per_sample_grads(fn, params, (torch.randn(5, 4), torch.randn(5, 3)))
+    after = dict(model.named_parameters())
+    assert all(after[name] is p and p.requires_grad and p.grad is None for name, p in before.items())
+
+
+# ---- buffers and modes --------------------------------------------------------------------------------
+
+
+def buffers(model):
+    return {name: b.clone() for name, b in model.named_buffers()}
+
+
+def unchanged(model, before):
+    after = dict(model.named_buffers())
+    return all(type(after[name]) is torch.Tensor and torch.equal(after[name], b) for name, b in before.items())
+
+
+def test_batch_norm_in_training_leaves_its_buffers_alone():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2)).train()
+    before = buffers(model)
+    assert set(before) == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+    fn, params = psgrad.from_module(model, F.mse_loss)
+    batch = (torch.randn(5, 3, 6, 6), torch.randn(5, 2))
+    psgrad.per_sample_grads(fn, params, batch)
+    psgrad.per_sample_grads(fn, params, batch, chunk_size=2)
+    psgrad.per_sample_grads(fn, params, batch, max_bytes=10**6)
+    psgrad.explain(fn, params, batch)
+    assert unchanged(model, before)
+
+
+def test_batch_norm_in_training_inside_a_module_in_eval():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
+    model[1].train()
+    before = buffers(model)
+    fn, params = psgrad.from_module(model, F.mse_loss)
+    psgrad.per_sample_grads(fn, params, (torch.randn(5, 3, 6, 6), torch.randn(5, 4, 4, 4)))
+    assert unchanged(model, before)
+
+
+class Counting(nn.Module):
+    """Writes its buffers in every forward: one in place, one by assignment."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 3)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        self.calls += 1
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        return self.lin(x - self.mean)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_buffers_that_forward_writes(training, chunk_size):
+    model = Counting().train(training)
+    before = buffers(model)
+    fn, params = psgrad.from_module(model, F.mse_loss)
+    batch = (torch.randn(5, 4), torch.randn(5, 3))
+    ours = psgrad.per_sample_grads(fn, params, batch, chunk_size=chunk_size)
+    assert unchanged(model, before)
+    torch.testing.assert_close(ours, psgrad.testing.loop_grads(fn, params, batch))
+    assert unchanged(model, before)
+
+
+@pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning")
+def test_buffers_are_left_alone_by_the_loop_too():
+    model = nn.Sequential(nn.Conv1d(2, 3, 2), nn.BatchNorm1d(3)).train()
+    before = buffers(model)
+    fn, params = psgrad.from_module(model, lambda out, y: out[out > 0].sum() * y.sum())
+    psgrad.per_sample_grads(fn, params, (torch.randn(5, 2, 6), torch.randn(5)))
+    assert unchanged(model, before)
+
+
+def test_train_and_eval_count_when_fn_runs():
+    model = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5), nn.Linear(64, 3))
+    fn, params = psgrad.from_module(model, F.mse_loss)
+    batch = (torch.randn(5, 4), torch.randn(5, 3))
+    model.eval()
+    still = psgrad.per_sample_grads(fn, params, batch)
+    torch.testing.assert_close(still, psgrad.per_sample_grads(fn, params, batch), rtol=0, atol=0)
+    assert (still["2.weight"] != 0).all()
+    model.train()
+    dropped = psgrad.per_sample_grads(fn, params, batch)
+    share = (dropped["2.weight"] == 0).double().mean()
+    assert 0.3 < share < 0.7
+    assert model.training
+
+
+def test_batch_norm_in_eval_and_training_differ():
+    model = nn.Sequential(nn.Conv1d(2, 3, 2), nn.BatchNorm1d(3))
+    fn, params = psgrad.from_module(model, lambda out, y: torch.sin(out).sum() * y.sum())
+    batch = (torch.randn(5, 2, 6), torch.rand(5))
+    model.train()
+    training = psgrad.per_sample_grads(fn, params, batch)
+    model.eval()
+    evaluating = psgrad.per_sample_grads(fn, params, batch)
+    assert not torch.allclose(training["1.weight"], evaluating["1.weight"])
+    same(model, lambda out, y: torch.sin(out).sum() * y.sum(), *batch)
+
+
+# ---- outputs ------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Output:
+    logits: torch.Tensor
+    hidden: torch.Tensor | None = None
+
+
+class ModelOutput(OrderedDict):
+    """Like the transformers package's: an ordered dict whose items are attributes too."""
+
+    def __getattr__(self, name):
+        return self[name]
+
+
+class Named(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.body, self.head = kind, nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        hidden = torch.tanh(self.body(x))
+        return self.kind(logits=self.head(hidden), hidden=hidden)
+
+
+@pytest.mark.parametrize("kind", [dict, Output, ModelOutput])
+def test_outputs_that_are_not_a_tensor(kind):
+    def loss(out, y):
+        logits, hidden = (out["logits"], out["hidden"]) if kind is dict else (out.logits, out.hidden)
+        return F.cross_entropy(logits, y) + hidden.square().mean()
+
+    same(Named(kind), loss, torch.randn(5, 4), torch.randint(3, (5,)))
+
+
+def test_output_that_is_a_tuple():
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mean, self.log_var = nn.Linear(4, 2), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.mean(x), self.log_var(x)
+
+    loss = lambda out, y: (((out[0] - y) ** 2) / out[1].exp() + out[1]).mean()
+    same(Pair(), loss, torch.randn(5, 4), torch.randn(5, 2))
+
+
+def test_module_with_hooks():
+    """Forward hooks are part of the module."""
+    model = mlp()
+    model[0].register_forward_hook(lambda module, args, out: out * 2)
+    model[2].register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    same(model, F.mse_loss, torch.randn(5, 4), torch.randn(5, 3))
+
+
+def test_module_with_a_parameter_list_and_dict():
+    class Lists(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scales = nn.ParameterList([nn.Parameter(torch.randn(4)) for _ in range(2)])
+            self.named = nn.ParameterDict({"w": nn.Parameter(torch.randn(3, 4))})
+
+        def forward(self, x):
+            for scale in self.scales:
+                x = torch.tanh(x * scale)
+            return F.linear(x, self.named["w"])
+
+    same(Lists(), F.mse_loss, torch.randn(5, 4), torch.randn(5, 3))
+
+
+def test_resnet_block_with_in_place_ops():
+    """ReLU(inplace=True) and `out += x`, as torchvision's ResNets have them: without the loop over samples."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv1, self.bn1 = nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
+            self.conv2, self.bn2 = nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
+            self.relu = nn.ReLU(inplace=True)
+
+        def forward(self, x):
+            out = self.relu(self.bn1(self.conv1(x)))
+            out = self.bn2(self.conv2(out))
+            out += x
+            return self.relu(out)
+
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True), Block(), Block()).eval()
+    same(model, lambda out, y: (out * y).sum(), torch.randn(5, 3, 6, 6), torch.randn(5, 4, 4, 4))
+
+
+@pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning")
+@pytest.mark.parametrize("cls", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_module(cls):
+    """A module that keeps a second list of its weights: the ones that count are those in params."""
+    model, x = cls(4, 3, num_layers=2, batch_first=True), torch.randn(5, 6, 4)
+    loss = lambda out, y: (torch.sin(out[0]) * y).sum()
+    same(model, loss, x, torch.randn(5, 6, 3))
+    fn, params = psgrad.from_module(model, loss)
+    other, y = {name: torch.randn_like(p) for name, p in params.items()}, torch.randn(5, 6, 3)
+    ours = psgrad.per_sample_grads(fn, other, (x, y))
+    model.load_state_dict(other)
+    torch.testing.assert_close(ours, by_hand(model, loss, lambda i: ((x[i : i + 1],), {}), y, 5))

@@ -1,0 +1,74 @@
+"""Every notebook runs from top to bottom, and is committed with its outputs.
+
+`python tests/test_notebooks.py` executes them and writes the outputs.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).resolve().parent.parent
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+class ThisInterpreter(AsyncKernelManager):
+    """Kernels by sys.executable, whatever kernels are installed elsewhere."""
+
+    def _kernel_spec_manager_default(self) -> KernelSpecManager:
+        return KernelSpecManager(kernel_dirs=[])
+
+
+def execute(path: Path) -> Any:
+    """The notebook at `path`, run afresh by this interpreter; the file is only read."""
+    notebook = nbformat.read(path, as_version=4)
+    client = NotebookClient(
+        notebook,
+        kernel_name="python3",
+        kernel_manager_class=ThisInterpreter,
+        timeout=300,
+        resources={"metadata": {"path": str(ROOT)}},
+        record_timing=False,
+        coalesce_streams=True,
+    )
+    return client.execute(env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+def outputs(notebook: Any) -> list[Any]:
+    return [out for cell in notebook.cells if cell.cell_type == "code" for out in cell.outputs]
+
+
+def test_there_are_notebooks() -> None:
+    assert NOTEBOOKS
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_runs(path: Path) -> None:
+    printed = outputs(execute(path))
+    assert [out.text for out in printed if out.output_type == "stream" and out.name == "stderr"] == []
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_is_committed_with_its_outputs(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    counts = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
+    assert counts == list(range(1, len(counts) + 1)), "run it from top to bottom in a fresh kernel"
+    kinds = {out.output_type for out in outputs(notebook)}
+    assert kinds
+    assert "error" not in kinds
+    assert str(ROOT) not in path.read_text()
+
+
+if __name__ == "__main__":
+    for path in map(Path, sys.argv[1:]) if sys.argv[1:] else NOTEBOOKS:
+        notebook = execute(path)
+        notebook.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
+        nbformat.write(notebook, path)
+        print(f"executed {path.name}")

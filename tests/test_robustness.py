@@ -1,0 +1,983 @@
+"""What must hold whatever happens: no trace of an exception, no leak, no aliasing, threads, randomness, fallbacks."""
+
+import contextlib
+import gc
+import re
+import threading
+import warnings
+
+import optree
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+import psgrad
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    torch.set_default_dtype(torch.float64)  # conftest puts it back
+
+
+def net():
+    """A bit of everything that has a rule, a view and a function of parameters."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tok = nn.Embedding(7, 8)
+            self.conv, self.norm = nn.Conv1d(8, 8, 3, padding=1), nn.GroupNorm(2, 8)
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+            self.scale, self.pos = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(5, 8))
+            self.batch_norm, self.head = nn.BatchNorm1d(8), nn.Linear(8, 3)
+            self.seen = "never"
+
+        def forward(self, tokens):
+            x = self.tok(tokens) * self.scale + self.pos
+            x = torch.tanh(self.norm(self.conv(x.mT))).mT
+            x = self.attention(x, x, x)[0] + x @ (self.head.weight.t() @ self.head.weight)
+            if x.isfinite().all():
+                x = self.batch_norm(x.mT).mT
+            return self.head(x).mean(1)
+
+    return Net()
+
+
+def problem():
+    model = net()
+    fn, params = psgrad.from_module(model, F.cross_entropy)
+    return model, fn, params, (torch.randint(7, (4, 5)), torch.randint(3, (4,)))
+
+
+# ---- exceptions leave no trace ------------------------------------------------------------------------
+
+
+def surroundings():
+    """Everything that torch keeps per thread or process and that a call could forget to put back."""
+    return {
+        "function modes": list(_get_current_function_mode_stack()),
+        "dispatch modes": list(_get_current_dispatch_mode_stack()),
+        "functorch level": torch._C._functorch.maybe_current_level(),
+        "grad": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "default dtype": torch.get_default_dtype(),
+        "threads": torch.get_num_threads(),
+        "anomaly": torch.is_anomaly_enabled(),
+        "warn always": torch.is_warn_always_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "vmap fallback": torch._C._functorch._is_vmap_fallback_enabled(),
+        "saved tensor hooks": torch._C._autograd._saved_tensors_hooks_is_enabled(),
+        "thread count": threading.active_count(),
+        "filters": list(warnings.filters),
+    }
+
+
+def contents(model):
+    """The module's tensors by identity and by value, and its other attributes."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {
+        "identity": {name: id(t) for name, t in tensors.items()},
+        "type": {name: type(t) for name, t in tensors.items()},
+        "value": {name: t.detach().clone() for name, t in tensors.items()},
+        "grad": {name: t.grad for name, t in tensors.items()},
+        "requires_grad": {name: t.requires_grad for name, t in tensors.items()},
+        "version": {name: t._version for name, t in tensors.items()},
+        "attributes": {
+            path: sorted(k for k in module.__dict__ if not k.startswith("_")) for path, module in model.named_modules()
+        },
+    }
+
+
+def same_contents(a, b):
+    values = [(a["value"][name], b["value"][name]) for name in a["value"]]
+    return all(a[key] == b[key] for key in a if key != "value") and all(torch.equal(x, y) for x, y in values)
+
+
+class BoomError(Exception):
+    """The user's own error."""
+
+
+class Bomb(TorchFunctionMode):
+    """Raises at the k-th torch function that is called under it."""
+
+    def __init__(self, k, error=BoomError):
+        super().__init__()
+        self.k, self.error, self.count = k, error, 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        if self.count == self.k:
+            raise self.error(f"at {self.k}")
+        return func(*args, **(kwargs or {}))
+
+
+def functions_called(fn, params, batch):
+    counts = []
+
+    def counting(p, s):
+        with Bomb(-1) as bomb:
+            loss = fn(p, s)
+        counts.append(bomb.count)
+        return loss
+
+    psgrad.per_sample_grads(counting, params, batch)
+    return counts[0]
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 2}, {"max_bytes": 10**8}, {"randomness": "same"}], ids=str)
+def test_exception_at_every_op_leaves_nothing_behind(options):
+    """Raise at the k-th torch function for each k: the user's error comes out, everything else is as it was."""
+    model, fn, params, batch = problem()
+    model.head.weight.grad = torch.ones_like(model.head.weight)
+    total = functions_called(fn, params, batch)
+    assert total > 30
+    before, module_before, rng = surroundings(), contents(model), torch.get_rng_state()
+    inputs = [t.clone() for t in (*params.values(), *batch)]
+    for k in range(1, total + 1, 1 if not options else 5):
+
+        def failing(p, s, k=k):
+            with Bomb(k):
+                return fn(p, s)
+
+        with pytest.raises(BoomError, match=f"^at {k}$"):
+            psgrad.per_sample_grads(failing, params, batch, **options)
+        assert surroundings() == before
+        assert same_contents(contents(model), module_before)
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert all(torch.equal(a, b) for a, b in zip(inputs, (*params.values(), *batch), strict=True))
+    torch.testing.assert_close(psgrad.per_sample_grads(fn, params, batch), psgrad.testing.loop_grads(fn, params, batch))
+
+
+@pytest.mark.parametrize("k", [1, 10, 25])
+def test_exception_in_explain_leaves_nothing_behind(k):
+    model, fn, params, batch = problem()
+    before, module_before, rng = surroundings(), contents(model), torch.get_rng_state()
+
+    def failing(p, s):
+        with Bomb(k):
+            return fn(p, s)
+
+    with pytest.raises(BoomError, match=f"^at {k}$"):
+        psgrad.explain(failing, params, batch)
+    assert surroundings() == before
+    assert same_contents(contents(model), module_before)
+    assert torch.equal(torch.get_rng_state(), rng)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit, StopIteration])
+def test_exceptions_of_every_kind_come_out(error):
+    """Interrupts too; at once, without a second run of fn for those that are not errors."""
+    _model, fn, params, batch = problem()
+    before, runs = surroundings(), []
+
+    def failing(p, s):
+        runs.append(1)
+        with Bomb(12, error):
+            return fn(p, s)
+
+    with pytest.raises(error):
+        psgrad.per_sample_grads(failing, params, batch)
+    assert surroundings() == before
+    assert len(runs) == (1 if not issubclass(error, Exception) else 2)
+
+
+def test_the_error_is_the_one_that_fn_raised():
+    """The object itself, with what it carries, not a copy or a wrapper; and no FallbackWarning on the way."""
+    raised = []
+
+    def fn(p, x):
+        h = F.linear(x, p)
+        raised.append(BoomError("mine", 42))
+        raise raised[-1]
+        return h
+
+    with pytest.raises(BoomError) as caught:
+        psgrad.per_sample_grads(fn, torch.randn(3, 4), torch.randn(5, 4))
+    assert caught.value is raised[-1]
+    assert caught.value.args == ("mine", 42)
+
+
+def test_an_error_of_one_sample_comes_out():
+    """fn refuses a sample on purpose, by a data-dependent branch."""
+
+    def fn(p, x):
+        if x[0] > 2:
+            raise BoomError("too large")
+        return F.linear(x, p).sum()
+
+    x = torch.zeros(5, 4)
+    psgrad.per_sample_grads(fn, torch.randn(3, 4), x)
+    x[3, 0] = 3
+    before = surroundings()
+    with pytest.raises(BoomError, match=r"^too large$"):
+        psgrad.per_sample_grads(fn, torch.randn(3, 4), x)
+    assert surroundings() == before
+
+
+class FailsBackward(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, g):
+        raise BoomError("in the backward")
+
+
+@pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning")
+def test_an_error_in_the_backward_leaves_nothing_behind():
+    model, fn, params, batch = problem()
+    before, module_before = surroundings(), contents(model)
+    with pytest.raises(BoomError, match="in the backward"):
+        psgrad.per_sample_grads(lambda p, s: FailsBackward.apply(fn(p, s)), params, batch)
+    assert surroundings() == before
+    assert same_contents(contents(model), module_before)
+
+
+def test_a_call_that_works_leaves_nothing_behind():
+    model, fn, params, batch = problem()
+    before, module_before, rng = surroundings(), contents(model), torch.get_rng_state()
+    psgrad.per_sample_grads(fn, params, batch)
+    psgrad.per_sample_grads(fn, params, batch, max_bytes=10**7)
+    psgrad.explain(fn, params, batch)
+    assert surroundings() == before
+    assert same_contents(contents(model), module_before)
+    assert torch.equal(torch.get_rng_state(), rng)  # nothing was drawn
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("inference", [True, False])
+def test_surrounding_modes_are_put_back(grad, inference):
+    _, fn, params, batch = problem()
+
+    def failing(p, s):
+        with Bomb(9):
+            return fn(p, s)
+
+    with torch.inference_mode(inference), torch.set_grad_enabled(grad), torch.autocast("cpu", torch.bfloat16):
+        before = surroundings()
+        psgrad.per_sample_grads(fn, params, batch)
+        assert surroundings() == before
+        with pytest.raises(BoomError):
+            psgrad.per_sample_grads(failing, params, batch)
+        assert surroundings() == before
+
+
+def test_a_surrounding_function_mode_sees_the_ops():
+    """Somebody else's mode around the call keeps working, and is not disturbed."""
+    fn, w, x = (lambda p, x: torch.sin(F.linear(x, p)).sum()), torch.randn(3, 4), torch.randn(5, 4)
+    with Bomb(-1) as counter:
+        ours = psgrad.per_sample_grads(fn, w, x)
+        assert _get_current_function_mode_stack() == [counter]
+    assert counter.count > 0
+    torch.testing.assert_close(ours, psgrad.testing.loop_grads(fn, w, x))
+
+
+# ---- threads and nesting ------------------------------------------------------------------------------
+
+
+def test_two_threads_with_different_models():
+    """50 rounds each, at once: equal to the serial answers, bit for bit."""
+    linear = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3))
+    first, params = psgrad.from_module(linear, F.mse_loss)
+    jobs = [(first, params, (torch.randn(6, 6), torch.randn(6, 3))), problem()[1:]]
+    want = [psgrad.per_sample_grads(*job) for job in jobs]
+    wrong, errors, start = [], [], threading.Barrier(2)
+
+    def work(job, expected):
+        try:
+            start.wait()
+            for i in range(50):
+                grads = psgrad.per_sample_grads(*job, chunk_size=None if i % 3 else 2)
+                close = optree.tree_map(lambda a, b: torch.allclose(a, b, rtol=1e-12, atol=1e-14), grads, expected)
+                if not all(optree.tree_leaves(close)):
+                    wrong.append(i)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=pair) for pair in zip(jobs, want, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert not wrong
+
+
+def test_an_exception_in_one_thread_does_not_touch_the_other():
+    _, fn, params, batch = problem()
+    _, other, other_params, other_batch = problem()
+    want = psgrad.per_sample_grads(fn, params, batch)
+    got, failures, start = [], [], threading.Barrier(2)
+
+    def failing(p, s):
+        with Bomb(15):
+            return other(p, s)
+
+    def fails():
+        start.wait()
+        for _ in range(20):
+            try:
+                psgrad.per_sample_grads(failing, other_params, other_batch)
+            except BoomError as error:
+                failures.append(error)
+
+    def works():
+        start.wait()
+        for _ in range(20):
+            got.append(psgrad.per_sample_grads(fn, params, batch))
+
+    threads = [threading.Thread(target=fails), threading.Thread(target=works)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(failures) == len(got) == 20
+    for grads in got:
+        torch.testing.assert_close(grads, want, rtol=1e-12, atol=1e-14)
+
+
+def test_explain_in_one_thread_and_gradients_in_the_other():
+    """explain runs fn on fake tensors: no business of other threads."""
+    job, other = problem()[1:], problem()[1:]
+    want = psgrad.per_sample_grads(*job)
+    reports, grads, start = [], [], threading.Barrier(2)
+
+    def work(results, call, arguments):
+        start.wait()
+        for _ in range(10):
+            results.append(call(*arguments))
+
+    threads = [
+        threading.Thread(target=work, args=(reports, psgrad.explain, other)),
+        threading.Thread(target=work, args=(grads, psgrad.per_sample_grads, job)),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(reports) == len(grads) == 10
+    assert {str(report) for report in reports} == {str(reports[0])}
+    for found in grads:
+        torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-14)
+
+
+def test_calls_nest():
+    """A call inside fn, over the same parameters, with an exception in the inner one that fn handles."""
+    w, x = torch.randn(3, 4), torch.randn(5, 2, 4)
+    inner = lambda w, row: torch.tanh(F.linear(row, w)).sum()
+
+    def refuse(w, row):
+        raise BoomError("inner")
+
+    def fn(w, rows):
+        with contextlib.suppress(BoomError):
+            psgrad.per_sample_grads(refuse, w, rows)
+        return psgrad.per_sample_grads(inner, w, rows).square().sum() + F.linear(rows, w).sum()
+
+    reference = lambda w, rows: (
+        torch.vmap(torch.func.grad(inner), in_dims=(None, 0))(w, rows).square().sum() + F.linear(rows, w).sum()
+    )
+    before = surroundings()
+    ours = psgrad.per_sample_grads(fn, w, x)
+    assert surroundings() == before
+    torch.testing.assert_close(ours, torch.vmap(torch.func.grad(reference), in_dims=(None, 0))(w, x))
+
+
+@pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning")
+def test_explain_nests():
+    """explain from inside fn describes the inner call."""
+    reports = []
+
+    def fn(w, x):
+        if not reports:
+            reports.append(psgrad.explain(lambda v, y: F.linear(y, v).sum(), torch.zeros(2, 3), torch.zeros(4, 3)))
+        return F.linear(x, w).square().sum()
+
+    w, x = torch.randn(3, 4), torch.randn(5, 4)
+    ours = psgrad.per_sample_grads(fn, w, x)
+    assert [row.how for row in reports[0].rows] == ["rule linear"]
+    torch.testing.assert_close(ours, psgrad.testing.loop_grads(fn, w, x))
+
+
+# ---- memory -------------------------------------------------------------------------------------------
+
+
+def live_tensors():
+    gc.collect()
+    return sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects())
+
+
+def resident():
+    """Bytes of this process in memory."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def _fails(fn, params, batch):
+    def failing(p, s):
+        with Bomb(12):
+            return fn(p, s)
+
+    try:
+        psgrad.per_sample_grads(failing, params, batch)
+    except BoomError:
+        return
+    raise AssertionError("did not fail")
+
+
+def _loops(fn, params, batch):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", psgrad.FallbackWarning)
+        psgrad.per_sample_grads(lambda p, s: fn(p, s) + s[0][s[0] > 3].sum() * p["scale"].sum(), params, batch)
+
+
+def _splits(fn, params, batch):
+    psgrad.per_sample_grads(lambda p, s: fn(p, s) * (2 if s[0][0] > 3 else 1), params, batch)
+
+
+CALLS = {
+    "a call": (200, psgrad.per_sample_grads),
+    "a failing call": (50, _fails),
+    "a loop": (20, _loops),
+    "a split batch": (50, _splits),
+    "chunks": (50, lambda *args: psgrad.per_sample_grads(*args, chunk_size=3)),
+    "a new fn with max_bytes": (
+        20,
+        lambda fn, *args: psgrad.per_sample_grads(lambda *a: fn(*a), *args, max_bytes=10**7),
+    ),
+    "explain": (20, psgrad.explain),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_memory_does_not_grow(name):
+    """No tensor stays alive, and no memory outside of tensors either."""
+    rounds, call = CALLS[name]
+    _, fn, params, batch = problem()
+    for _ in range(10):
+        call(fn, params, batch)
+    tensors, size = live_tensors(), resident()
+    for _ in range(rounds):
+        call(fn, params, batch)
+    assert live_tensors() == tensors
+    assert resident() - size < 32 << 20
+
+
+def test_large_results_are_freed():
+    """100 results of 8 MB: one that stayed alive each time would be 800 MB."""
+    fn, w, x = (lambda p, x: torch.sin(F.linear(x, p)).sum()), torch.randn(100, 100), torch.randn(100, 100)
+    for _ in range(3):
+        psgrad.per_sample_grads(fn, w, x)
+    size = resident()
+    for _ in range(100):
+        psgrad.per_sample_grads(fn, w, x)
+    assert resident() - size < 80 << 20
+
+
+# ---- inputs and results -------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning")
+@pytest.mark.parametrize("way", ["vmap", "chunks", "split", "loop"])
+def test_inputs_are_never_modified(way):
+    _, fn, params, batch = problem()
+    params = {k: p.clone().requires_grad_() for k, p in params.items()}
+    inputs = [*params.values(), *batch]
+    before = [(t.detach().clone(), t._version, t.requires_grad, t.grad_fn, t.data_ptr()) for t in inputs]
+
+    def function(p, s):
+        factor = 2 if way == "split" and s[0][0] > 3 else 1
+        return fn(p, s) * (factor + (s[0][s[0] > 3].numel() if way == "loop" else 0))
+
+    psgrad.per_sample_grads(function, params, batch, chunk_size=3 if way == "chunks" else None)
+    for t, (value, version, requires_grad, grad_fn, pointer) in zip(inputs, before, strict=True):
+        assert torch.equal(t.detach(), value)
+        assert (t._version, t.requires_grad, t.grad_fn, t.data_ptr()) == (version, requires_grad, grad_fn, pointer)
+        assert t.grad is None
+
+
+def test_in_place_ops_on_a_copy_of_the_sample():
+    x = torch.randn(5, 4)
+    before = x.clone()
+
+    def fn(p, x):
+        x = x.clone()
+        x[0] = 7.0
+        x.mul_(2)
+        return torch.sin(F.linear(x, p)).sum()
+
+    psgrad.testing.check(fn, torch.randn(3, 4), x)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning")
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 2}, {"max_bytes": 10**6}], ids=str)
+@pytest.mark.parametrize("way", ["vmap", "split", "loop"])
+def test_in_place_ops_on_the_sample_itself(way, options):
+    """Exact or refused, however often fn runs for one answer; the caller's batch stays as it is."""
+    x, w = torch.randn(5, 4), torch.randn(3, 4)
+    before = x.clone()
+
+    def fn(p, x):
+        x.mul_(2)
+        extra = x[x > 0].sum() if way == "loop" else 0
+        return torch.sin(F.linear(x, p)).sum() * (2 if way == "split" and x[0] > 0 else 1) + extra * p.sum()
+
+    want = psgrad.testing.loop_grads(lambda p, x: fn(p, x.clone()), w, x)
+    try:
+        ours = psgrad.per_sample_grads(fn, w, x, **options)
+    except psgrad.UnsupportedOpError:
+        ours = want
+    torch.testing.assert_close(ours, want)
+    assert torch.equal(x, before)
+
+
+WRITES = {
+    "detach": lambda p: p.detach().add_(1),
+    "data": lambda p: p.data.mul_(0.5),
+    "data of a view": lambda p: p[0].data.zero_(),
+    "view of data": lambda p: p.data.view(-1)[0].zero_(),
+    "setitem": lambda p: p.detach().__setitem__(0, 0.0),
+    "out": lambda p: torch.mul(p.detach(), 2, out=p.detach()),
+}
+
+
+@pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning")
+@pytest.mark.parametrize("name", WRITES)
+def test_parameters_that_fn_writes_behind_autograds_back(name):
+    """Refused or not, the caller's parameters stay as they are."""
+    w = torch.randn(3, 4)
+    before = w.clone()
+
+    def fn(p, x):
+        WRITES[name](p)
+        return torch.sin(F.linear(x, p)).sum()
+
+    with contextlib.suppress(psgrad.UnsupportedOpError):
+        psgrad.per_sample_grads(fn, w, torch.randn(5, 4))
+    assert torch.equal(w, before)
+
+
+def storages(tree):
+    return [t.untyped_storage().data_ptr() for t in optree.tree_leaves(tree) if t.numel()]
+
+
+ALIASING = {
+    "one gradient for two parameters": lambda p, x: ((p["a"] + p["b"]) * x).sum(),
+    "added bare": lambda p, x: (x + p["a"] + p["b"]).sum(),
+    "subtracted bare": lambda p, x: (x - p["a"] - p["b"]).square().sum(),
+    "the sample is the gradient": lambda p, x: (p["a"] * x).sum() + (p["b"] * x).sum(),
+    "views of one parameter": lambda p, x: (p["a"][:2] * x[:2]).sum() + p["b"].sum(),
+    "not used": lambda p, x: x.sum(),
+    "shared by all samples": lambda p, x: p["a"].sum() + p["b"].sum(),
+}
+
+
+@pytest.mark.parametrize("name", ALIASING)
+def test_results_do_not_alias(name):
+    """Neither each other nor the inputs; every row has memory of its own."""
+    fn = ALIASING[name]
+    params, x = {"a": torch.randn(4), "b": torch.randn(4)}, torch.randn(5, 4)
+    aux_fn = lambda p, x: (fn(p, x), {"x": x, "again": x, "a": p["a"], "one": 1.0})
+    grads, (values, _aux) = psgrad.per_sample_grads(aux_fn, params, x, has_aux=True, return_value=True)
+    assert len(set(storages((grads, values)))) == 3
+    assert not set(storages((grads, values))) & set(storages((params, x)))
+    want = psgrad.testing.loop_grads(fn, params, x)
+    for t in (*grads.values(), values):
+        rest = t[1:].clone()
+        t[0] = 99.0  # writes one row only
+        assert torch.equal(t[1:], rest)
+    torch.testing.assert_close({k: g[1:] for k, g in grads.items()}, {k: g[1:] for k, g in want.items()})
+
+
+@pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning")
+@pytest.mark.parametrize("way", ["vmap", "loop", "chunks"])
+@pytest.mark.parametrize("n", [1, 5])
+def test_aux_does_not_alias(n, way):
+    """Neither the inputs, nor what fn closes over, nor another leaf of aux."""
+    params, x, closed = {"a": torch.randn(4)}, torch.randn(n, 4), torch.randn(4)
+    inputs = (params["a"], x, closed)
+    before = [t.clone() for t in inputs]
+
+    def fn(p, x):
+        h = p["a"] * x
+        extra = x[x > 0].sum() if way == "loop" else 0
+        return h.sum() + extra, {"x": x, "a": p["a"], "closed": closed, "one": 1.0, "h": h, "again": h}
+
+    _, aux = psgrad.per_sample_grads(fn, params, x, has_aux=True, chunk_size=2 if way == "chunks" else None)
+    want = {k: t.clone() for k, t in aux.items()}
+    for name, t in aux.items():
+        t[0] = 99.0
+        want[name][0] = 99.0
+        torch.testing.assert_close(aux, want, rtol=0, atol=0)
+    assert all(torch.equal(t, old) for t, old in zip(inputs, before, strict=True))
+
+
+def test_values_have_memory_of_their_own():
+    _, values = psgrad.per_sample_grads(
+        lambda p, x: torch.tensor(1.0), torch.randn(3), torch.randn(5, 3), return_value=True
+    )
+    values[0] = 7.0
+    assert torch.equal(values, torch.tensor([7.0, 1.0, 1.0, 1.0, 1.0]))
+
+
+def test_out_that_is_not_contiguous():
+    fn, w, x = (lambda p, x: torch.sin(F.linear(x, p)).sum()), torch.randn(3, 4), torch.randn(5, 4)
+    out = torch.full((4, 5, 6), torch.nan)[:, :, ::2].permute(1, 2, 0)
+    assert psgrad.per_sample_grads(fn, w, x, out=out) is out
+    torch.testing.assert_close(out, psgrad.testing.loop_grads(fn, w, x))
+
+
+# ---- the loop over samples ----------------------------------------------------------------------------
+
+
+class OldStyle(torch.autograd.Function):
+    """No setup_context: vmap refuses it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * g
+
+
+def test_old_style_autograd_function():
+    """Exact, and the warning says where and why, and points at the call."""
+
+    def fn(p, x):
+        h = F.linear(x, p)
+        return OldStyle.apply(h).sum()
+
+    w, x = torch.randn(3, 4), torch.randn(5, 4)
+    with pytest.raises(RuntimeError) as refusal:
+        torch.vmap(OldStyle.apply)(x)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        grads = psgrad.per_sample_grads(fn, w, x)
+        line = test_old_style_autograd_function.__code__.co_firstlineno + 12
+    torch.testing.assert_close(grads, psgrad.testing.loop_grads(fn, w, x))
+    assert [w.category for w in caught] == [psgrad.FallbackWarning]
+    assert str(caught[0].message) == (
+        "psgrad runs fn in a loop over samples: exact, but slow\n"
+        f"  vmap refused at test_robustness.py:{fn.__code__.co_firstlineno + 2} in {fn.__qualname__}: "
+        f"{str(refusal.value).splitlines()[0]}"
+    )
+    assert caught[0].filename == __file__
+    assert caught[0].lineno == line
+
+
+def test_the_warning_can_be_an_error():
+    """As people who cannot afford the loop would have it: the call stops before it begins."""
+    runs = []
+
+    def fn(p, x):
+        runs.append(1)
+        return OldStyle.apply(F.linear(x, p)).sum()
+
+    before = surroundings()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", psgrad.FallbackWarning)
+        with pytest.raises(psgrad.FallbackWarning, match="psgrad runs fn in a loop over samples"):
+            psgrad.per_sample_grads(fn, torch.randn(3, 4), torch.randn(50, 4))
+    assert len(runs) <= 2
+    assert surroundings() == before
+
+
+def test_new_style_autograd_function_needs_no_loop():
+    class Cube(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x):
+            return x**3
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        def backward(ctx, g):
+            (x,) = ctx.saved_tensors
+            return 3 * x**2 * g
+
+    fn = lambda p, x: Cube.apply(F.linear(x, p["w"])).sum() + Cube.apply(p["b"]).sum()
+    psgrad.testing.check(fn, {"w": torch.randn(3, 4), "b": torch.randn(3)}, torch.randn(5, 4))
+
+
+DYNAMIC = {
+    "boolean mask": lambda p, x: torch.sin(F.linear(x, p))[x[:3] > 0].sum(),
+    "nonzero": lambda p, x: p[:, x.nonzero().flatten()].square().sum() * x.sum(),
+    "unique": lambda p, x: p[:, x.long().unique() % 4].square().sum() * x.sum(),
+    "masked_select": lambda p, x: torch.masked_select(F.linear(x, p), x[:3] > 0).square().sum(),
+    "where of one argument": lambda p, x: F.linear(x, p)[torch.where(x[:3] > 0)].square().sum(),
+    "repeat_interleave": lambda p, x: torch.repeat_interleave(F.linear(x, p), x[:3].abs().long()).sum(),
+    "numpy": lambda p, x: F.linear(x, p).sum() * float(x.numpy().max()),
+    "argwhere": lambda p, x: F.linear(x, p)[torch.argwhere(x[:3] > 0)[:, 0]].square().sum(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch, before vmap refuses
+@pytest.mark.parametrize("name", DYNAMIC)
+def test_data_dependent_shapes(name):
+    x = torch.randn(5, 4)
+    with pytest.warns(psgrad.FallbackWarning, match=r"test_robustness\.py:\d+ in <lambda>: "):
+        psgrad.testing.check(DYNAMIC[name], torch.randn(3, 4), x)
+
+
+IN_PLACE = {
+    "copy of a parameter": lambda p, x: F.linear(x, p.clone().mul_(2)).square().sum(),
+    "function of a parameter": lambda p, x: F.linear(x, (p * 1.5).add_(1).tanh_()).square().sum(),
+    "row of a copy": lambda p, x: F.linear(x, _with_row(p.clone())).square().sum(),
+    "view of a copy": lambda p, x: F.linear(x, _through_a_view(p.clone())).square().sum(),
+    "sample into a copy": lambda p, x: F.linear(x, p.clone().add_(x)).square().sum(),
+    "output of a layer": lambda p, x: F.linear(x, p).mul_(2).add_(1).relu_().square().sum(),
+    "output of a layer, twice": lambda p, x: F.linear(F.linear(x, p).mul_(2)[:1].expand(4), p).sin_().sum(),
+    "buffer of zeros": lambda p, x: F.linear(x, torch.zeros(3, 4).copy_(p)).square().sum(),
+    "rows of a buffer": lambda p, x: F.linear(x, _filled(torch.zeros(3, 4), p)).square().sum(),
+    "empty_like": lambda p, x: F.linear(x, torch.empty_like(p).copy_(p)).square().sum(),
+    "index_put": lambda p, x: (x.clone().index_put_((torch.tensor([1]),), p[0, :1]) * p).square().sum(),
+    "activation added to a parameter": lambda p, x: _then_doubled(torch.sin(x), p),
+    "copy, unseen by autograd": lambda p, x: F.linear(x, _zeroed(p.clone())).square().sum(),
+    "function, unseen by autograd": lambda p, x: F.linear(x, _zeroed(p * 2)).square().sum(),
+}
+
+
+def _with_row(w):
+    w[1] = 0.5
+    return w
+
+
+def _zeroed(w):
+    with torch.no_grad():
+        w[0] = 0
+        w.mul_(2)
+    return w
+
+
+def _through_a_view(w):
+    w.view(-1)[2:5].mul_(3)
+    w.t()[0].zero_()
+    return w
+
+
+def _filled(buffer, w):
+    for i, row in enumerate(w):
+        buffer[i] = row * 2
+    return buffer
+
+
+def _then_doubled(h, p):
+    y = h + p[0]
+    h.mul_(2)
+    return (y * h).sum()
+
+
+@pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning")
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_in_place_ops_on_what_comes_from_parameters(name):
+    w = torch.randn(3, 4)
+    before = w.clone()
+    psgrad.testing.check(IN_PLACE[name], w, torch.randn(5, 4), rtol=1e-9, atol=1e-9)
+    assert torch.equal(w, before)
+
+
+LAYERS = {
+    "linear": lambda: (nn.Linear(4, 4), (3, 4)),
+    "conv1d": lambda: (nn.Conv1d(4, 4, 2), (4, 6)),
+    "conv2d": lambda: (nn.Conv2d(4, 4, 2), (4, 6, 6)),
+    "conv3d": lambda: (nn.Conv3d(4, 4, 2), (4, 3, 3, 3)),
+    "group_norm": lambda: (nn.GroupNorm(2, 4), (4, 6)),
+    "instance_norm": lambda: (nn.InstanceNorm1d(4, affine=True), (4, 6)),
+    "batch_norm, eval": lambda: (nn.BatchNorm1d(4).eval(), (4, 6)),
+    "batch_norm": lambda: (nn.BatchNorm1d(4), (4, 6)),
+    "layer_norm": lambda: (nn.LayerNorm(6), (4, 6)),
+    "embedding": lambda: (nn.Embedding(7, 4), None),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_in_place_activation_after_a_layer(name):
+    """nn.ReLU(inplace=True) after every kind of layer: exact, and no loop over samples."""
+    layer, shape = LAYERS[name]()
+    fn, params = psgrad.from_module(nn.Sequential(layer, nn.ReLU(inplace=True)), lambda out, _: torch.sin(out).sum())
+    x = torch.randn(5, *shape) if shape else torch.randint(7, (5, 3))
+    psgrad.testing.check(fn, params, (x, torch.zeros(5)), rtol=1e-9, atol=1e-9)
+
+
+# ---- randomness ---------------------------------------------------------------------------------------
+
+
+def draws(fn, n=32, **options):
+    """Gradients for n equal samples of a function that is linear in p, and its values."""
+    torch.manual_seed(5)
+    p = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    grads, values = psgrad.per_sample_grads(fn, p, torch.ones(n, 3, 4), return_value=True, **options)
+    return p, grads, values
+
+
+def _attention_dropout(p, x):
+    h = torch.tanh(x)  # linear in p, which makes the values
+    return F.scaled_dot_product_attention(h, h, F.linear(x, p), dropout_p=0.5).sum()
+
+
+RANDOM = {
+    "dropout": lambda p, x: F.dropout(F.linear(x, p), 0.5).sum(),
+    "dropout of a weight": lambda p, x: F.linear(x, F.dropout(p, 0.5)).sum(),
+    "dropout, nested": lambda p, x: F.dropout(torch.relu(F.dropout(F.linear(x, p), 0.3)), 0.3).sum(),
+    "dropout1d": lambda p, x: F.dropout1d(F.linear(x, p), 0.5).sum(),
+    "feature dropout": lambda p, x: F.dropout2d(F.linear(x, p)[None, :, None], 0.5).sum(),
+    "attention": _attention_dropout,
+    "bernoulli": lambda p, x: (F.linear(x, p) * torch.bernoulli(torch.full((8,), 0.5))).sum(),
+    "rand_like": lambda p, x: (lambda h: (h * torch.rand_like(h)).sum())(F.linear(x, p)),
+    "randn": lambda p, x: (F.linear(x, p) * torch.randn(8)).sum(),
+    "normal_": lambda p, x: (F.linear(x, p) * torch.empty_like(x[:, :1]).normal_()).sum(),
+    "rrelu": lambda p, x: F.rrelu(F.linear(x, p), training=True).sum(),
+    "randperm": lambda p, x: (F.linear(x, p)[:, torch.randperm(8)] * torch.arange(8)).sum(),
+}
+
+
+@pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning")
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("name", RANDOM)
+def test_random_draws_are_the_same_in_forward_and_backward(name):
+    """f is homogeneous of degree one in p, so f(p) = <p, f'(p)>: only if both saw the same draws."""
+    p, grads, values = draws(RANDOM[name])
+    torch.testing.assert_close(values, (grads * p).sum((1, 2)))
+    assert values.std() > 0
+
+
+@pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning")
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("name", RANDOM)
+def test_every_sample_draws_its_own(name):
+    _, grads, _ = draws(RANDOM[name])
+    assert len(grads.flatten(1).unique(dim=0)) >= 4
+
+
+@pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning")
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("name", RANDOM)
+@pytest.mark.parametrize("chunk_size", [None, 5])
+def test_reproducible_under_a_seed(name, chunk_size):
+    for randomness in ("different", "same"):
+        _, first, _ = draws(RANDOM[name], chunk_size=chunk_size, randomness=randomness)
+        _, again, _ = draws(RANDOM[name], chunk_size=chunk_size, randomness=randomness)
+        assert torch.equal(first, again)
+
+
+@pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning")
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("name", RANDOM)
+@pytest.mark.parametrize("chunk_size", [None, 5])
+def test_randomness_same_is_one_draw_for_all(name, chunk_size):
+    p, grads, values = draws(RANDOM[name], randomness="same", chunk_size=chunk_size)
+    torch.testing.assert_close(grads, grads[:1].expand_as(grads))
+    torch.testing.assert_close(values, (grads * p).sum((1, 2)))
+    _, whole, _ = draws(RANDOM[name], randomness="same")
+    torch.testing.assert_close(grads, whole)
+
+
+@pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning")
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("name", RANDOM)
+def test_randomness_error_refuses(name):
+    with pytest.raises(Exception, match=r"random"):
+        draws(RANDOM[name], randomness="error")
+
+
+def test_dropout_rows_are_zero_or_doubled():
+    """d/dw of sum(dropout(x @ w)): a column is x, doubled, where it was kept, and 0 where not."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 4)
+    grads = psgrad.per_sample_grads(lambda w, x: F.dropout(x @ w, 0.5).sum(), torch.randn(4, 8), x)
+    kept = (grads != 0).any(1)  # (N, 8)
+    torch.testing.assert_close(grads, 2 * x[:, :, None] * kept[:, None], rtol=1e-12, atol=0)
+    assert 0.4 < kept.double().mean() < 0.6
+    assert len(kept.unique(dim=0)) > 32
+
+
+def test_dropout_of_a_weight_is_drawn_per_sample():
+    """A mask on the weight itself: a random function of parameters alone still differs between samples."""
+    torch.manual_seed(0)
+    grads = psgrad.per_sample_grads(
+        lambda w, x: F.linear(x, F.dropout(w, 0.5)).sum(), torch.randn(8, 4), torch.ones(64, 4)
+    )
+    assert set(grads.unique().tolist()) == {0.0, 2.0}
+    assert len(grads.flatten(1).unique(dim=0)) == 64
+
+
+@pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning")
+@pytest.mark.parametrize("way", ["split", "loop"])
+def test_randomness_when_samples_do_not_run_at_once(way):
+    """Where the batch is split, or in the loop: each its own, all one, and reproducible."""
+
+    def fn(p, x):
+        h = F.dropout(F.linear(x, p), 0.5)
+        if way == "loop":
+            return h[h != 0].sum()
+        return (h * (2 if x[0, 0] > 0 else 1)).sum()
+
+    x = torch.ones(32, 1, 4)
+    x[::2] *= -1
+
+    def grads(**options):
+        torch.manual_seed(1)
+        return psgrad.per_sample_grads(fn, torch.ones(8, 4), x, **options)
+
+    masks = grads() != 0
+    assert torch.equal(grads(), grads())
+    assert len(masks.flatten(1).unique(dim=0)) > 16
+    masks = grads(randomness="same") != 0
+    assert len(masks.flatten(1).unique(dim=0)) == 1
+
+
+@pytest.mark.parametrize("randomness", ["different", "same"])
+def test_the_generator_moves_on_only_for_different(randomness):
+    """One draw for all leaves the generator where it was, so that the next chunk draws the same again."""
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    psgrad.per_sample_grads(
+        lambda w, x: F.dropout(x @ w).sum(), torch.ones(4, 8), torch.ones(5, 4), randomness=randomness
+    )
+    assert torch.equal(torch.get_rng_state(), before) == (randomness == "same")
+
+
+def test_fn_without_randomness_draws_nothing():
+    _, fn, params, batch = problem()
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    psgrad.per_sample_grads(fn, params, batch)
+    psgrad.per_sample_grads(fn, params, batch, max_bytes=10**7)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_explain_draws_nothing():
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    psgrad.explain(lambda w, x: F.dropout(x @ w).sum(), torch.ones(4, 8), torch.ones(5, 4))
+    psgrad.explain(lambda w, x: F.dropout(x @ w).sum() * (2 if x[0] > 0 else 1), torch.ones(4, 8), torch.ones(5, 4))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_message_of_a_refused_draw():
+    def fn(p, x):
+        return F.dropout(F.linear(x, p)).sum()
+
+    place = f"test_robustness.py:{fn.__code__.co_firstlineno + 1} in {fn.__qualname__}"
+    with pytest.raises(psgrad.PsgradError, match=re.escape(place)):
+        psgrad.per_sample_grads(fn, torch.randn(3, 4), torch.randn(5, 4), randomness="error")

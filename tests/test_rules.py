@@ -1,0 +1,387 @@
+"""Each rule over configurations that Hypothesis draws: exact in float64, and the rule ran."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, given
+from torch import Tensor
+
+import psgrad
+from psgrad import _plan
+from psgrad.extend import ConvGeometry, Patches, Plan
+
+from . import strategies as some
+from .cases import loss
+from .strategies import Layout
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
+
+Params = dict[str, Tensor]
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def check(
+    fn: Callable[[Params, Any], Tensor], params: Params, batch: Tensor, layout: Layout, rules: dict[str, str] | None
+) -> None:
+    """Equal to the loop, and (given `rules`) just these rules ran; a fallback warning is an error anyway."""
+    n = len(batch)
+    batch, in_dims = layout.apply(batch)
+    psgrad.testing.check(fn, params, batch, in_dims=in_dims)
+    if rules is not None and n:
+        used = psgrad.testing.rules_used(fn, params, batch, in_dims=in_dims)
+        assert used == {f"params[{name!r}]": names.split() for name, names in rules.items()}
+
+
+class Operands:
+    """Optional operands of an op: parameters, constants, or None."""
+
+    def __init__(self, rule: str, **shapes_and_uses: tuple[tuple[int, ...], str]) -> None:
+        self.params: Params = {}
+        self.rules: dict[str, str] = {}
+        self.frozen: dict[str, Tensor | None] = {}
+        for name, (shape, use) in shapes_and_uses.items():
+            if use == "param":
+                self.params[name], self.rules[name] = draw(*shape), rule
+            else:
+                self.frozen[name] = draw(*shape) if use == "frozen" else None
+
+    def scale(self, *shape: int) -> None:
+        """A parameter before the op, so that the op's input needs a gradient."""
+        self.params = {"scale": draw(*shape)} | self.params
+        self.rules = {"scale": "mul"} | self.rules
+
+    def of(self, params: Params) -> list[Tensor | None]:
+        """The operands, and the scale, in their order."""
+        every = self.frozen | {name: p for name, p in params.items() if name != "scale"}
+        return [every[name] for name in sorted(every, key=["w", "b"].index)]
+
+
+# ---- linear, matmul, einsum --------------------------------------------------------------------------------
+
+
+def _whole_and_view(view: str, o: int, i: int) -> tuple[tuple[int, ...], Callable[[Tensor], Tensor]]:
+    """A parameter's shape, and how an (o, i) matrix comes out of it."""
+    return {
+        "whole": ((o, i), lambda p: p),
+        "transposed": ((i, o), lambda p: p.T),
+        "rows": ((o + 2, i), lambda p: p[1 : o + 1]),
+        "columns": ((o, i + 2), lambda p: p[:, 1 : i + 1]),
+        "steps": ((2 * o, i), lambda p: p[::2]),
+        "expanded": ((1, i), lambda p: p.expand(o, i)),
+    }[view]
+
+
+@given(config=some.linears())
+def test_linear(config: some.Linear) -> None:
+    n, lead, i, o, weight, bias, view, layout = config
+    shape, viewed = _whole_and_view(view, o, i)
+    operands = Operands("linear", w=(shape, weight), b=((o,), bias))
+    operands.scale(i)
+
+    def fn(params: Params, x: Tensor) -> Tensor:
+        w, b = operands.of(params)
+        assert w is not None
+        return loss(F.linear(x * params["scale"], viewed(w), b))
+
+    check(fn, operands.params, draw(n, *lead, i), layout, operands.rules)
+
+
+@given(config=some.matmuls())
+def test_matmul(config: some.Matmul) -> None:
+    n, x, w, first, layout = config
+    ruled = len(w) == 1 or len(w) == 2  # other weights are ruled where no copy is needed
+
+    def fn(params: Params, x: Tensor) -> Tensor:
+        x = x * params["scale"]
+        return loss(params["w"] @ x if first else x @ params["w"])
+
+    params = {"scale": draw(*x), "w": draw(*w)}
+    check(fn, params, draw(n, *x), layout, {"scale": "mul", "w": "matmul"} if ruled else None)
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_einsum(most: int) -> None:
+    """With one letter of a kind no copy is ever needed; with more, plain vmap may stand in."""
+
+    @given(config=some.einsums(most))
+    def run(config: some.Einsum) -> None:
+        shape_x, shape_w = ([config.sizes[a] for a in term] for term in (config.x, config.w))
+
+        def fn(params: Params, x: Tensor) -> Tensor:
+            x, w = x * params["scale"], params["w"]
+            return loss(torch.einsum(config.equation, *((w, x) if config.first else (x, w))))
+
+        rules = {"scale": "mul", "w": "einsum"} if most == 1 else None
+        check(fn, {"scale": draw(*shape_x), "w": draw(*shape_w)}, draw(config.n, *shape_x), config.layout, rules)
+
+    run()
+
+
+# ---- convolutions ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("d", [1, 2, 3])
+def test_conv(d: int) -> None:
+    conv = (F.conv1d, F.conv2d, F.conv3d)[d - 1]
+
+    @given(config=some.convs(d))
+    def run(config: some.Conv) -> None:
+        operands = Operands(f"conv{d}d", w=(config.w, config.weight), b=(config.w[:1], config.bias))
+        operands.scale(*config.x)
+
+        def fn(params: Params, x: Tensor) -> Tensor:
+            w, b = operands.of(params)
+            x = x * params["scale"]
+            return loss(conv(x, w, b, config.stride, config.padding, config.dilation, config.groups))
+
+        check(fn, operands.params, draw(config.n, *config.x), config.layout, operands.rules)
+
+    run()
+
+
+def _one_conv_gradient(x: Tensor, g: Tensor, w: Tensor, geometry: ConvGeometry) -> Tensor:
+    """The weight's gradient for one sample, by ordinary autograd."""
+    w = w.detach().requires_grad_()
+    conv = (F.conv1d, F.conv2d, F.conv3d)[w.dim() - 3]
+    y = conv(x, w, None, *geometry)
+    return torch.autograd.grad(y, w, g)[0]
+
+
+@pytest.mark.parametrize("d", [1, 2, 3])
+def test_conv_strategies_agree(d: int) -> None:
+    @given(config=some.convs(d, words=False))
+    def run(config: some.Conv) -> None:
+        assume(config.inner is not None)
+        padding = (config.padding,) * d if isinstance(config.padding, int) else config.padding
+        geometry = ConvGeometry(config.stride, padding, config.dilation, config.groups)
+        x, w = draw(config.n, *config.x), draw(*config.w)
+        x, in_dim = config.layout.apply(x)
+        x = x.movedim(in_dim, 0)
+        conv = (F.conv1d, F.conv2d, F.conv3d)[d - 1]
+        g = draw(*conv(x.flatten(0, 1), w, None, *geometry).unflatten(0, x.shape[:2]).shape)
+        each = [_one_conv_gradient(x[k], g[k], w, geometry) for k in range(config.n)]
+        want = torch.stack(each) if each else draw(0, *config.w)
+        pointwise = set(config.kernel) == {1} and not any(padding)
+        for strategy in ("patches", "grouped", *(["pointwise"] if pointwise else [])):
+            for workspace in (1, _plan.WORKSPACE):  # a sample at a time, all at once
+                with (
+                    mock.patch.object(_plan, "conv_weight", lambda *_, s=strategy: Plan(s, 0, 0)),
+                    mock.patch.object(_plan, "WORKSPACE", workspace),
+                ):
+                    factor = Patches(x, g, geometry, config.kernel)
+                    torch.testing.assert_close(factor.dense(), want)
+                    out = torch.full_like(want, torch.nan)
+                    assert factor.dense(out) is out
+                    torch.testing.assert_close(out, want)
+                    strided = want.new_full((*want.shape[1:], len(want)), torch.nan).movedim(-1, 0)
+                    torch.testing.assert_close(factor.dense(strided), want)
+                    torch.testing.assert_close(strided, want)
+
+    run()
+
+
+@given(config=some.convs(2, words=False))
+def test_conv_plans_are_ones_that_work(config: some.Conv) -> None:
+    """A 1x1 kernel is the only one that may take the pointwise way."""
+    padding = (config.padding,) * 2 if isinstance(config.padding, int) else config.padding
+    geometry = ConvGeometry(config.stride, padding, config.dilation, config.groups)
+    x = torch.empty(max(config.n, 1), config.inner or 1, *config.x[-3:], device="meta")
+    g = F.conv2d(x.flatten(0, 1), x.new_empty(config.w), None, *geometry).unflatten(0, x.shape[:2])
+    plan = _plan.conv_weight(x.shape, g.shape, geometry, config.kernel, 4)
+    pointwise = set(config.kernel) == {1} and not any(padding)
+    assert plan.strategy in (("pointwise",) if pointwise else ("patches", "grouped"))
+    assert plan.flops == len(x) * x.new_empty(config.w).numel() * g[0, :, 0].numel()
+
+
+# ---- norms -------------------------------------------------------------------------------------------------
+
+
+def _check_norm(config: some.Norm, rule: str, norm: Callable[..., Tensor]) -> None:
+    """norm(x, weight, bias) on the configuration's operands."""
+    operands = Operands(rule, w=(config.affine, config.weight), b=(config.affine, config.bias))
+    if config.scaled:
+        operands.scale(*config.x)
+
+    def fn(params: Params, x: Tensor) -> Tensor:
+        x = x * params["scale"] if config.scaled else x
+        return loss(norm(x, *operands.of(params)))
+
+    check(fn, operands.params, draw(config.n, *config.x), config.layout, operands.rules)
+
+
+@given(config=some.group_norms())
+def test_group_norm(config: some.Norm) -> None:
+    _check_norm(config, "group_norm", lambda x, w, b: F.group_norm(x, config.option, w, b, 0.1))
+
+
+@given(config=some.layer_norms())
+def test_layer_norm(config: some.Norm) -> None:
+    _check_norm(config, "layer_norm", lambda x, w, b: F.layer_norm(x, config.affine, w, b, 0.1))
+
+
+@pytest.mark.parametrize("tracking", [False, True])
+def test_instance_norm(tracking: bool) -> None:
+    mean, var = draw(3), draw(3).exp()
+
+    @given(config=some.instance_norms())
+    def run(config: some.Norm) -> None:
+        c, own = config.affine[0], config.option
+
+        def norm(x: Tensor, w: Any, b: Any) -> Tensor:
+            given = (mean[:c].clone(), var[:c].clone()) if tracking or not own else (None, None)
+            return F.instance_norm(x, *given, w, b, own, 0.1, 0.1)
+
+        _check_norm(config, "instance_norm", norm)
+
+    run()
+
+
+@pytest.mark.parametrize("tracking", [False, True])
+def test_batch_norm(tracking: bool) -> None:
+    mean, var = draw(3), draw(3).exp()
+
+    @given(config=some.batch_norms())
+    def run(config: some.Norm) -> None:
+        c, own = config.affine[0], config.option
+
+        def norm(x: Tensor, w: Any, b: Any) -> Tensor:
+            given = (mean[:c].clone(), var[:c].clone()) if tracking or not own else (None, None)
+            return F.batch_norm(x, *given, w, b, own, 0.1, 0.1)
+
+        _check_norm(config, "batch_norm", norm)
+
+    run()
+
+
+# ---- tables ------------------------------------------------------------------------------------------------
+
+
+def _check_table(config: some.Embedding, rule: str, low: int, look_up: Callable[..., Tensor]) -> None:
+    shared = torch.randint(low, config.rows, config.index, dtype=config.dtype)
+    indices = torch.randint(low, config.rows, (config.n, *config.index), dtype=config.dtype)
+
+    def fn(params: Params, sample: Tensor) -> Tensor:
+        if config.shared:  # the sample is there to be multiplied with
+            return loss(look_up(shared, params["w"]) * sample)
+        return loss(look_up(sample, params["w"]))
+
+    batch = draw(config.n) if config.shared else indices
+    shared_index = config.shared and rule == "index"  # a function of the parameter alone
+    check(fn, {"w": draw(config.rows, *config.row)}, batch, config.layout, None if shared_index else {"w": rule})
+
+
+@given(config=some.embeddings())
+def test_embedding(config: some.Embedding) -> None:
+    def look_up(index: Tensor, w: Tensor) -> Tensor:
+        return F.embedding(index, w, config.padding, scale_grad_by_freq=config.by_frequency)
+
+    _check_table(config, "embedding", 0, look_up)
+
+
+@given(config=some.embeddings(most=2))
+def test_index(config: some.Embedding) -> None:
+    _check_table(config, "index", -config.rows, lambda index, w: w[index])
+
+
+# ---- elementwise -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", ["add", "sub", "mul", "div"])
+def test_elementwise(op: str) -> None:
+    call = getattr(torch, op)
+
+    @given(config=some.pairs())
+    def run(config: some.Pair) -> None:
+        def fn(params: Params, x: Tensor) -> Tensor:
+            x = x.exp() + 0.5  # away from zero, for division
+            if config.scaled:
+                x = F.linear(x[..., None], params["scale"])[..., 0]
+            return loss(call(params["w"], x) if config.first else call(x, params["w"]))
+
+        params = ({"scale": draw(1, 1).exp()} if config.scaled else {}) | {"w": draw(*config.w).exp() + 0.5}
+        rules = ({"scale": "linear"} if config.scaled else {}) | {"w": op}
+        check(fn, params, draw(config.n, *config.x), config.layout, rules)
+
+    run()
+
+
+# ---- views -------------------------------------------------------------------------------------------------
+
+USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mul": lambda x, w: x * w,
+    "add": lambda x, w: w + x,
+    "div": lambda x, w: w / (x.exp() + 0.5),
+    "linear": lambda x, w: F.linear(x[..., : w.shape[1]], w),
+    "matmul": lambda x, w: x[..., : w.shape[0]] @ w,
+    "conv1d": F.conv1d,
+}
+
+
+@given(chain=some.chains())
+def test_views(chain: some.Chain) -> None:
+    """Whatever views a parameter goes through, the op at the end has its rule and no copy is differentiated."""
+    shape = tuple(chain.apply(torch.empty(chain.shape, device="meta")).shape)
+    x = {"linear": (2, *shape[1:]), "matmul": (2, *shape[:1]), "conv1d": (2, *shape[1:])}.get(chain.use, shape)
+
+    def fn(params: Params, x: Tensor) -> Tensor:
+        return loss(USES[chain.use](x, chain.apply(params["w"])))
+
+    params, batch = {"w": draw(*chain.shape)}, draw(chain.n, *x)
+    psgrad.testing.check(fn, params, batch)
+    used = psgrad.testing.rules_used(fn, params, batch)
+    assert list(used.values()) == [[chain.use]]
+    if not any(step[0] in ("reshape", "flatten") for step in chain.steps):
+        assert list(used) == ["params['w']"]  # a view throughout: no value of its own
+
+
+# ---- ops without parameters that run on the folded batch ---------------------------------------------------
+
+
+@given(config=some.cross_entropies())
+def test_cross_entropy(config: some.CrossEntropy) -> None:
+    """With every target ignored the mean is NaN, as torch has it."""
+    n, inner, classes, spatial, ignored, smoothing, reduction, layout = config
+    shape = (inner, classes, *spatial)
+    targets = torch.randint(classes, (n, inner, *spatial))
+    batch, in_dims = layout.apply(draw(n, *shape))
+
+    def fn(params: Params, sample: tuple[Tensor, Tensor]) -> Tensor:
+        x, target = sample
+        options = {"ignore_index": ignored, "label_smoothing": smoothing, "reduction": reduction}
+        return F.cross_entropy(x * params["w"], target, **options)
+
+    params = {"w": draw(*shape)}
+    found = psgrad.per_sample_grads(fn, params, (batch, targets), in_dims=(in_dims, 0))
+    want = psgrad.testing.loop_grads(fn, params, (batch, targets), in_dims=(in_dims, 0))
+    torch.testing.assert_close(found, want, equal_nan=True)
+
+
+@given(config=some.attentions())
+def test_attention(config: some.Attention) -> None:
+    """Queries, keys, values and the mask each depend on a parameter and on the sample."""
+    q = (*config.lead, config.queries, config.width)
+    k = (*config.key_lead, config.keys, config.width)
+    v = (*config.key_lead, config.keys, config.values)
+    params = {"q": draw(*q), "k": draw(*k), "v": draw(*v)}
+    batch = {name: draw(config.n, *p.shape) for name, p in params.items()}
+    if config.mask is not None:
+        batch["mask"] = draw(config.n, *config.mask)
+        if not config.boolean:
+            params["mask"] = draw(*config.mask)
+
+    def fn(params: Params, sample: dict[str, Tensor]) -> Tensor:
+        operands = {name: sample[name] * p for name, p in params.items()}
+        mask = operands.pop("mask", None)
+        if config.mask is not None and config.boolean:
+            mask = (sample["mask"] > 0).index_fill(-1, torch.tensor([0]), True)  # a key to look at
+        options = {"is_causal": config.causal, "scale": config.scale, "enable_gqa": config.key_lead != config.lead}
+        return loss(F.scaled_dot_product_attention(*operands.values(), mask, **options))
+
+    psgrad.testing.check(fn, params, batch)
