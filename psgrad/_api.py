@@ -7,7 +7,7 @@ import optree
 import torch
 from torch import Tensor
 
-from . import _engine, _memory, _problem
+from . import _alloc, _engine, _memory, _problem
 from . import _functorch as ft
 from ._errors import ArgumentError, ArgumentTypeError
 from ._problem import Problem
@@ -178,7 +178,7 @@ def _chunked(problem: Problem, step: int, buffers: list[Tensor] | None) -> tuple
         sink = DenseSink(problem.params, problem.n, buffers)
         outcome = _engine.run(problem, sink)
         return sink.result(), outcome
-    whole = buffers or [p.new_empty(problem.n, *p.shape) for p in problem.params]
+    whole = buffers or [_alloc.empty((problem.n, *p.shape), p) for p in problem.params]
     outcomes = []
     for start in range(0, problem.n, step):
         rows = slice(start, start + step)

@@ -112,7 +112,9 @@ def vmapped(problem: Problem, sink: Any, log: list[Use] | None = None) -> Outcom
 
 def _owned(results: list[Tensor], others: list[Any]) -> list[Tensor]:
     """`results` as memory of their own: not shared with `others`, with each other, or between samples."""
-    taken = {t.untyped_storage()._cdata for t in others if isinstance(t, Tensor)} if results else set()
+    if not results:
+        return results
+    taken = {t.untyped_storage()._cdata for t in others if isinstance(t, Tensor)}
     owned = []
     for t in results:
         owned.append(t.clone() if t.untyped_storage()._cdata in taken or not t.is_contiguous() else t)
@@ -129,6 +131,8 @@ def _backward(losses: Tensor, mode: Intercept, count: int, sink: Any) -> None:
     grads = torch.autograd.grad(losses, leaves, torch.ones_like(losses), allow_unused=True)
     for source, grad in zip(mode.sources, grads, strict=True):
         if grad is not None:
+            if _is_restrided(losses, source.leaf):
+                raise RuntimeError("as_strided of a parameter has no gradient per sample")
             sink.add_dense(source, grad)
             mode.note_unseen(source)
     derived = [source for source in mode.sources[count:] if sink.has(source)]
@@ -140,6 +144,27 @@ def _backward(losses: Tensor, mode: Intercept, count: int, sink: Any) -> None:
         for source, grad in zip(mode.sources[:count], pulled, strict=True):
             if grad is not None:
                 sink.add_dense(source, grad)
+
+
+def _is_restrided(losses: Tensor, leaf: Tensor) -> bool:
+    """Whether as_strided was applied to `leaf` or to a view of it, behind the mode's back.
+
+    Its backward takes the samples of the stride-0 leaf for overlapping memory, and averages over them.
+    """
+    seen, todo = set(), [losses.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        below = [n for n, _ in node.next_functions]
+        todo += below
+        if node.name().startswith("AsStrided"):
+            while len(below) == 1 and below[0] is not None:
+                if getattr(below[0], "variable", None) is leaf:
+                    return True
+                below = [n for n, _ in below[0].next_functions]
+    return False
 
 
 # ---- where vmap cannot ----------------------------------------------------------------------------------

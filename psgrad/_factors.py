@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from . import _plan
+from . import _alloc, _plan
 from ._patches import Patches as Patches
 
 
@@ -62,8 +62,13 @@ class Outer:
     def dense(self, out: Tensor | None = None) -> Tensor:
         x, g = self.x, self.g
         product = torch.matmul if x.shape[-2] != 1 else torch.mul  # T = 1: 0.2 to 0.7 of bmm's time
-        if out is None or out.dtype != x.dtype:
-            return _keep(product(g.mT, x), out)  # (N, [H,] O, I)
+        if out is None:
+            shape = (*g.shape[:-2], g.shape[-1], x.shape[-1])  # (N, [H,] O, I)
+            if not _alloc.is_large(shape, g):
+                return product(g.mT, x)
+            out = _alloc.empty(shape, g)
+        if out.dtype != x.dtype:
+            return out.copy_(product(g.mT, x))
         if out.stride(-1) != 1 and out.stride(-2) == 1:  # the matrix is stored transposed: so is the product
             product(x.mT, g, out=out.mT)
             return out
@@ -85,7 +90,7 @@ class Rows:
     def dense(self, out: Tensor | None = None) -> Tensor:
         (n, _, d), v = self.g.shape, self.rows
         grads = out if out is not None and out.is_contiguous() and out.dtype == self.g.dtype else None
-        grads = self.g.new_zeros(n, v, d) if grads is None else grads.zero_()
+        grads = (_alloc.empty((n, v, d), self.g) if grads is None else grads).zero_()
         index, g = self.index, self.g
         skipped = index < 0
         g = g.masked_fill(skipped[..., None], 0)

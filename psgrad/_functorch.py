@@ -7,8 +7,8 @@ autograd Function with a `vmap` staticmethod, costs 0.2 ms). Where a torch has o
 `psgrad.ops`.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import cache
 
 from torch import Tensor
 from torch._C import _functorch as _ft
@@ -33,15 +33,24 @@ AVAILABLE = all(
 ) and hasattr(_predispatch, "lazy_load_decompositions")
 
 
-@contextmanager
-def vmap_level(n: int, randomness: str) -> Iterator[int]:
+class vmap_level:  # noqa: N801, used like a function
     """The body of `torch.vmap` over n samples: inside, what `wrap` made has a hidden sample axis."""
-    _predispatch.lazy_load_decompositions()
-    level: int = _ft._vmap_increment_nesting(n, randomness)
-    try:
-        yield level
-    finally:
+
+    def __init__(self, n: int, randomness: str) -> None:
+        self.n, self.randomness = n, randomness
+
+    def __enter__(self) -> int:
+        _load_decompositions()
+        level: int = _ft._vmap_increment_nesting(self.n, self.randomness)
+        return level
+
+    def __exit__(self, *_: object) -> None:
         _ft._vmap_decrement_nesting()
+
+
+@cache
+def _load_decompositions() -> None:
+    _predispatch.lazy_load_decompositions()
 
 
 def unwrap(t: Tensor, n: int, level: int) -> Tensor:

@@ -71,6 +71,7 @@ class _Run(NamedTuple):
     call: Call
     sink: Sink
     use: Use | None
+    tracked: tuple[bool, ...]  # which of the call's parameters are ours to differentiate
 
 
 class _Apply(torch.autograd.Function):
@@ -81,7 +82,7 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, run: "_Run", dtype: torch.dtype | None, x: Tensor, anchor: Any) -> Any:
-        rule, call, _, _ = run
+        rule, call, _, _, _ = run
         values = [p.value if isinstance(p, Param) else p for p in call.params]
         if dtype is not None:
             values = [None if v is None else v.to(dtype) for v in values]
@@ -92,13 +93,13 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        rule, call, sink, use = ctx.run
+        rule, call, sink, use, tracked = ctx.run
         x, *saved = ctx.saved_tensors
-        needs = Needs(ctx.needs_input_grad[2], tuple(isinstance(p, Param) for p in call.params))
         with _no_autocast(g.device.type):
+            needs = Needs(ctx.needs_input_grad[2], tracked)
             gx, factors = rule.backward(call.options, g, x, ctx.values, saved, needs)
-            for param, factor in zip(call.params, factors, strict=True):
-                if isinstance(param, Param) and factor is not None:
+            for param, factor, track in zip(call.params, factors, tracked, strict=True):
+                if track and factor is not None:
                     sink.add(param, factor, use)
         return None, None, gx, None
 
@@ -225,9 +226,12 @@ class Intercept(TorchFunctionMode):
             return func(*args, **kwargs)
         if isinstance(call, Decline):
             return self._plain(func, args, kwargs, call.reason)
-        if any(isinstance(p, Tensor) and ft.is_batched(p, self.level) for p in call.params):
-            return self._plain(func, args, kwargs, "the weight differs between samples")
-        run = _Run(rule, call, self.sink, self._note(func, args, kwargs, rule.name))
+        tracked = tuple([isinstance(p, Param) for p in call.params])
+        for p, track in zip(call.params, tracked, strict=True):
+            if not track and p is not None and ft.is_batched(p, self.level):
+                return self._plain(func, args, kwargs, "the weight differs between samples")
+        use = None if self.log is None else self._note(func, args, kwargs, rule.name)
+        run = _Run(rule, call, self.sink, use, tracked)
         x = call.x.wrapped if isinstance(call.x, Param) else call.x
         out = ft.below(self._apply, run, ft.lower(x, self.n, self.level))
         return ft.wrap(out, self.level)
@@ -239,7 +243,7 @@ class Intercept(TorchFunctionMode):
         dtype = None
         if call.before is not None:
             x = call.before(x)
-        anchor = self.anchor if any(isinstance(p, Param) for p in call.params) else None
+        anchor = self.anchor if any(run.tracked) else None
         if not torch.is_autocast_enabled(device):
             y: Tensor = _apply(run, dtype, x, anchor)
         else:

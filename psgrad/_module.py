@@ -136,5 +136,5 @@ def _pair(sample: Any) -> tuple[Any, Any]:
 def _of_one(tree: Any) -> Any:
     """One sample's tensors as a batch of one."""
     if isinstance(tree, Tensor):
-        return tree[None]
-    return optree.tree_map(lambda t: t[None] if isinstance(t, Tensor) else t, tree)
+        return tree.unsqueeze(0)
+    return optree.tree_map(lambda t: t.unsqueeze(0) if isinstance(t, Tensor) else t, tree)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import _plan
+from . import _alloc, _plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +34,7 @@ class Patches:
             grads = self._grouped(shape)
             return grads if out is None else out.copy_(grads)
         if out is None or not out.is_contiguous() or out.dtype != self.g.dtype:
-            grads = self._products(strategy, self.g.new_empty(shape))
+            grads = self._products(strategy, _alloc.empty(shape, self.g))
             return grads if out is None else out.copy_(grads)
         return self._products(strategy, out)
 

@@ -105,7 +105,7 @@ def _scalar(loss: Any, has_aux: bool) -> Tensor:
         raise ArgumentTypeError(
             f"fn must return a real loss, but its dtype is {loss.dtype}\n  return a floating-point tensor."
         )
-    return loss.reshape(())
+    return loss.reshape(()) if loss.dim() else loss
 
 
 def _aux_leaf(leaf: Any, i: int, spec: optree.PyTreeSpec) -> Tensor:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from . import _alloc
 from ._factors import Factor
 from ._param import Param, Source
 
@@ -43,7 +44,7 @@ class DenseSink:
             return
         if written is None:
             shape = (self.n, *source.value.shape)
-            written = torch.zeros(shape, dtype=dtype, device=source.value.device) if buffer is None else buffer.zero_()
+            written = (_alloc.empty(shape, source.value) if buffer is None else buffer).zero_()
             self.grads[index] = written
         rows, grads = param.rows(written), factor.dense()
         grads = grads.reshape(rows.shape)
@@ -80,7 +81,7 @@ class DenseSink:
     def _whole(self, i: int) -> Tensor:
         if i not in self.grads:
             buffer, p = self._buffer(i), self.params[i]
-            self.grads[i] = p.new_empty(self.n, *p.shape) if buffer is None else buffer
+            self.grads[i] = _alloc.empty((self.n, *p.shape), p) if buffer is None else buffer
         return self.grads[i]
 
     def result(self) -> list[Tensor]:

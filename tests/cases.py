@@ -779,14 +779,21 @@ def _same_tensor() -> Problem:
     return (lambda p, x: loss(F.linear(F.linear(x, p["a"]).tanh(), p["b"]))), {"a": w, "b": w}, draw(N, 3)
 
 
-TIED = {
+def _passed_on(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    """The gradient of h + w is w's and h's alike: w's other use must not be added to h's."""
+    h = F.linear(x, v)
+    a = x * w
+    return (h + w).sin() + a.cos()
+
+
+_TIED = {
     "embedding.weight": "embedding linear",
     "positions.weight": "embedding",
     "mix.weight": "linear",
     "mix.bias": "linear",
 }
 REUSE = (
-    module("tied-embedding-and-head", _Tied, TIED, ints(7, 5)),
+    module("tied-embedding-and-head", _Tied, _TIED, ints(7, 5)),
     module(
         "layer-called-twice",
         _Twice,
@@ -813,6 +820,7 @@ REUSE = (
         w=(3, 3),
     ),
     op("used-as-both-operands", lambda x, w: F.linear(F.linear(x, w), w, w[0]), "linear linear linear", w=(3, 3)),
+    op("gradient-passed-on", _passed_on, {"w": "mul add", "v": "linear"}, w=(3,), v=(3, 3)),
     op("rule-and-plain", lambda x, w: F.linear(x, w) + (x[:, None] * torch.sin(w * x)).sum(1), "linear mul", w=(3, 3)),
 )
 

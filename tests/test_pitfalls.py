@@ -905,8 +905,26 @@ def _halvings(value):
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_data_dependent_branches(branch):
     """Split by the answer, each part on its own: exact and without the loop over samples."""
-    factor = BRANCHES[branch]
-    exact(lambda p, x: torch.sin(F.linear(x, p) * factor(x)).sum(), torch.randn(3, 4), torch.randn(9, 4))
+    factor, keys = BRANCHES[branch], torch.randn(3, 4).repeat(3, 1)  # nine samples, three answers
+    fn = lambda p, s: torch.sin(F.linear(s[0], p) * factor(s[1])).sum()
+    exact(fn, torch.randn(3, 4), (torch.randn(9, 4), keys))
+
+
+def test_another_answer_for_every_sample():
+    """As when fn logs its loss: exact, with one run per sample, which the warning says."""
+
+    def fn(p, x):
+        loss = torch.sin(F.linear(x, p)).sum()
+        seen.append(loss.item())
+        return loss
+
+    seen, params, x = [], torch.randn(3, 4), torch.randn(9, 4)
+    place = f"test_pitfalls.py:{fn.__code__.co_firstlineno + 2} in {fn.__qualname__}"
+    with pytest.warns(psgrad.FallbackWarning) as caught:
+        ours = psgrad.per_sample_grads(fn, params, x)
+    torch.testing.assert_close(torch.tensor(seen).sort()[0], torch.sin(F.linear(x, params)).sum(1).sort()[0])
+    torch.testing.assert_close(ours, psgrad.testing.loop_grads(fn, params, x), rtol=1e-9, atol=1e-9)
+    assert [str(w.message) for w in caught] == [f"psgrad runs fn on 9 groups of 9 samples, which disagree at {place}"]
 
 
 def test_branch_on_a_parameter():

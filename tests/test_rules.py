@@ -146,6 +146,12 @@ def test_conv(d: int) -> None:
     run()
 
 
+def test_conv_refuses_what_torch_refuses() -> None:
+    fn = lambda p, x: F.conv1d(x, p["w"], stride=2, padding="same").sum()
+    with pytest.raises(RuntimeError, match="padding='same' is not supported for strided convolutions"):
+        psgrad.per_sample_grads(fn, {"w": draw(2, 1, 3)}, draw(3, 1, 7))
+
+
 def _one_conv_gradient(x: Tensor, g: Tensor, w: Tensor, geometry: ConvGeometry) -> Tensor:
     """The weight's gradient for one sample, by ordinary autograd."""
     w = w.detach().requires_grad_()

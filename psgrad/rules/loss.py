@@ -38,10 +38,14 @@ def cross_entropy(options: Options, x: Tensor, target: Tensor) -> Tensor:
     each = F.cross_entropy(
         x.flatten(0, 1), target.flatten(0, 1), ignore_index=ignored, reduction="none", label_smoothing=smoothing
     )
-    n, counted = len(x), target != ignored
-    if target.numel() != n:
-        each, counted = each.view(n, -1).sum(1), counted.view(n, -1).sum(1)
-    return each if reduction == "sum" else each / counted.view(n)  # none counted: 0 / 0, as torch has it
+    n, size = len(x), target.numel() // len(x)
+    if size != 1:
+        each = each.view(n, size).sum(1)
+    if reduction == "sum":
+        return each
+    if type(target) is Tensor and target.device.type == "cpu" and not bool((target == ignored).any()):
+        return each / size if size != 1 else each  # a look costs a quarter of a division and its backward
+    return each / (target.reshape(n, size) != ignored).sum(1)  # none counted: 0 / 0, as torch has it
 
 
 RULES = (Fold("cross_entropy", (F.cross_entropy,), bind_cross_entropy, cross_entropy),)

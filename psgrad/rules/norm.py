@@ -40,7 +40,7 @@ class Groups(NamedTuple):
 
 def group_forward(options: Groups, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Saved]:
     (n, b, c), size = x.shape[:3], prod(x.shape[3:])  # x (N, B, C, *S)
-    flat = x.reshape(n * b, c, size)
+    flat = x.reshape(n * b, c, size).contiguous()  # the kernel wants it so
     y, mean, rstd = torch.native_group_norm(flat, weight, bias, n * b, c, size, options.groups, options.eps)
     return y.view(x.shape), (mean, rstd)
 

