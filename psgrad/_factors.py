@@ -95,5 +95,5 @@ class Rows:
         skipped = index < 0
         g = g.masked_fill(skipped[..., None], 0)
         flat = (index.clamp(min=0) + v * torch.arange(n, device=index.device)[:, None]).flatten()
-        grads.view(n * v, d).index_add_(0, flat, g.reshape(-1, d))
+        grads.view(n * v, d).index_add_(0, flat, g.flatten(0, 1))
         return grads if out is None or grads is out else out.copy_(grads)

@@ -226,6 +226,8 @@ class Intercept(TorchFunctionMode):
             return func(*args, **kwargs)
         if isinstance(call, Decline):
             return self._plain(func, args, kwargs, call.reason)
+        if not samples and isinstance(call.x, Param) and not any(isinstance(p, Tensor) for p in call.params):
+            return self._once(func, args, kwargs, params)  # a standardised weight, say
         tracked = tuple([isinstance(p, Param) for p in call.params])
         for p, track in zip(call.params, tracked, strict=True):
             if not track and p is not None and ft.is_batched(p, self.level):

@@ -455,7 +455,6 @@ VIEWS = {
     "squeeze": lambda w: w[:, :1].squeeze(1),
     "movedim": lambda w: w.movedim(0, 1),
     "as_strided": lambda w: w.as_strided((4, 3), (1, 4)),
-    "aten.as_strided": lambda w: torch.ops.aten.as_strided(w, (4, 3), (1, 4)),
     "to its own dtype": lambda w: w.to(torch.float64).contiguous(),
     "unfold": lambda w: w.unfold(1, 2, 1),
     "list of rows": lambda w: w[[0, 0, 2]],
@@ -486,6 +485,15 @@ def test_views_of_parameters_as_weights(name):
     view = VIEWS[name]
     width = view(torch.zeros(6, 4)).shape[1]
     exact(lambda p, x: torch.sin(F.linear(x, view(p))).sum(), torch.randn(6, 4), torch.randn(5, 2, width))
+
+
+def test_as_strided_behind_the_back_of_modes():
+    """Its backward would average over the samples: refused, and answered by the loop."""
+    fn = lambda p, x: torch.sin(F.linear(x, torch.ops.aten.as_strided(p, (4, 3), (1, 4)))).sum()
+    params, batch = torch.randn(6, 4), torch.randn(5, 2, 3)
+    with pytest.warns(psgrad.FallbackWarning, match="as_strided of a parameter has no gradient per sample"):
+        grads = psgrad.per_sample_grads(fn, params, batch)
+    torch.testing.assert_close(grads, psgrad.testing.loop_grads(fn, params, batch))
 
 
 def test_fused_qkv_split():
