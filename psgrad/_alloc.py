@@ -13,8 +13,10 @@ from math import prod
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 _LARGE = 32 << 20  # glibc's largest mmap threshold: below it, malloc reuses memory
+_PLAIN = (Tensor, torch.nn.Parameter)  # not fake tensors
 _HUGE_PAGES = all(hasattr(mmap, name) for name in ("MADV_HUGEPAGE", "MAP_PRIVATE", "MAP_ANONYMOUS"))
 
 
@@ -22,7 +24,8 @@ def is_large(shape: Sequence[int], like: Tensor) -> bool:
     """Whether `empty` takes huge pages for this."""
     if prod(shape) * like.element_size() <= _LARGE:
         return False
-    return _HUGE_PAGES and type(like) in _PLAIN and like.device.type == "cpu"
+    plain = type(like) in _PLAIN and like.device.type == "cpu"
+    return _HUGE_PAGES and plain and _get_current_dispatch_mode() is None  # a tracer wants ops it can see
 
 
 def empty(shape: Sequence[int], like: Tensor) -> Tensor:
@@ -30,10 +33,10 @@ def empty(shape: Sequence[int], like: Tensor) -> Tensor:
     if not is_large(shape, like):
         return like.new_empty(shape)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    block = mmap.mmap(-1, prod(shape) * like.element_size(), flags=flags)
+    try:
+        block = mmap.mmap(-1, prod(shape) * like.element_size(), flags=flags)
+    except OSError:  # no memory: let torch say so
+        return like.new_empty(shape)
     with contextlib.suppress(OSError):  # a kernel without them: ordinary pages
         block.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(block, dtype=like.dtype).view(*shape)
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)  # not fake tensors

@@ -94,7 +94,7 @@ def per_sample_grads(
         return_value: the losses come back too.
         chunk_size: how many samples to run at once; None runs all.
         max_bytes: a bound on what the call allocates beyond its inputs and its result; the chunk size is
-            worked out from shapes.
+            worked out from shapes. Inside a torch.func transform it has no effect.
         randomness: "different": each sample draws its own random numbers; "same": all share one draw;
             "error": drawing is refused.
         out: a pytree of tensors like the result, written in place and returned; saves the allocation,
@@ -195,8 +195,8 @@ def _nothing(problem: Problem, buffers: list[Tensor] | None) -> tuple[list[Tenso
     if not problem.has_aux:
         return grads, _engine.Outcome(problem.params[0].new_empty(0), [], None)
     sample = [t.new_zeros(t.shape[1:]) if b else t for t, b in zip(problem.batch, problem.batched, strict=True)]
-    with torch.no_grad():
-        out = problem.call(problem.params, sample)
+    with torch.no_grad(), _engine.generators_kept(problem):
+        out = problem.call([p.clone() for p in problem.params], sample)
     return grads, _engine.Outcome(out.loss.new_empty(0), [a.new_empty(0, *a.shape) for a in out.aux], out.aux_spec)
 
 

@@ -19,7 +19,7 @@ from . import _functorch as ft
 from ._errors import ArgumentError, FallbackWarning, PsgradError, UnsupportedOpError, place_of
 from ._intercept import Diverged, Intercept, Use, Written
 from ._param import Source
-from ._problem import Problem
+from ._problem import Problem, generators, rewind
 from ._sink import DenseSink
 
 
@@ -62,7 +62,7 @@ def run(problem: Problem, sink: DenseSink, *, quiet: bool = False, writes: bool 
     except Exception as error:
         if _is_out_of_memory(error):
             raise
-        if problem.randomness == "error" and "random" in str(error):
+        if problem.randomness == "error" and "randomness error mode" in str(error):
             raise _drawing(place_of(error)) from None
         groups, where = [], place_of(error)
         why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -129,9 +129,10 @@ def _backward(losses: Tensor, mode: Intercept, count: int, sink: Any) -> None:
     """
     leaves = [source.leaf for source in mode.sources]
     grads = torch.autograd.grad(losses, leaves, torch.ones_like(losses), allow_unused=True)
+    restrided = _restrided(losses) if any(grad is not None for grad in grads) else []
     for source, grad in zip(mode.sources, grads, strict=True):
         if grad is not None:
-            if _is_restrided(losses, source.leaf):
+            if any(leaf is source.leaf for leaf in restrided):
                 raise RuntimeError("as_strided of a parameter has no gradient per sample")
             sink.add_dense(source, grad)
             mode.note_unseen(source)
@@ -146,12 +147,12 @@ def _backward(losses: Tensor, mode: Intercept, count: int, sink: Any) -> None:
                 sink.add_dense(source, grad)
 
 
-def _is_restrided(losses: Tensor, leaf: Tensor) -> bool:
-    """Whether as_strided was applied to `leaf` or to a view of it, behind the mode's back.
+def _restrided(losses: Tensor) -> list[Any]:
+    """The leaves to which as_strided was applied, straight or through views, behind the mode's back.
 
-    Its backward takes the samples of the stride-0 leaf for overlapping memory, and averages over them.
+    Its backward takes the samples of a stride-0 leaf for overlapping memory, and averages over them.
     """
-    seen, todo = set(), [losses.grad_fn]
+    found, seen, todo = [], set(), [losses.grad_fn]
     while todo:
         node = todo.pop()
         if node is None or node in seen:
@@ -161,10 +162,9 @@ def _is_restrided(losses: Tensor, leaf: Tensor) -> bool:
         todo += below
         if node.name().startswith("AsStrided"):
             while len(below) == 1 and below[0] is not None:
-                if getattr(below[0], "variable", None) is leaf:
-                    return True
+                found.append(getattr(below[0], "variable", None))
                 below = [n for n, _ in below[0].next_functions]
-    return False
+    return found
 
 
 # ---- where vmap cannot ----------------------------------------------------------------------------------
@@ -173,22 +173,24 @@ def _is_restrided(losses: Tensor, leaf: Tensor) -> bool:
 @contextlib.contextmanager
 def generators_kept(problem: Problem) -> Iterator[None]:
     """Inside, random numbers are drawn; after, the generators are as they were."""
-    devices = {p.device for p in problem.params if p.device.type != "cpu"}
-    kind = next(iter(devices)).type if devices else "cuda"
-    with torch.random.fork_rng([d.index for d in devices], device_type=kind):
+    before = generators(problem.params)
+    try:
         yield
+    finally:
+        rewind(before)
 
 
 @contextlib.contextmanager
 def _draws(problem: Problem) -> Iterator[None]:
-    """What `randomness` says of a part of the samples: "same" lets the next part draw the same again."""
+    """What `randomness` says of a part of the samples: "same" lets every part draw what the first drew."""
     if problem.randomness == "same":
-        with generators_kept(problem):
-            yield
-    elif problem.randomness == "error":
-        before = torch.get_rng_state()
+        rewind(problem.draws_from)
         yield
-        if not torch.equal(before, torch.get_rng_state()):
+    elif problem.randomness == "error":
+        before = generators(problem.params)
+        yield
+        after = generators(problem.params)
+        if not all(torch.equal(state, after[device]) for device, state in before.items()):
             raise _drawing("an unknown place")
     else:
         yield
@@ -233,14 +235,12 @@ def join(outcomes: list[Outcome], index: Tensor | None = None) -> Outcome:
 def _looped(problem: Problem, sink: DenseSink, warning: str | None) -> Outcome:
     """One sample after the other, by ordinary autograd. An error that `fn` raises there is the user's own."""
     outcomes: list[Outcome] = []
-    copies = [p.clone() for p in problem.params]  # whatever fn does to them stays here
     sink.reset()
     for i in range(problem.n):
+        copies = [p.clone() for p in problem.params]  # whatever fn does to them stays here
         with _draws(problem):
             params = [p.detach().requires_grad_() for p in copies]
             loss, aux, spec = problem.call(params, problem.rows(slice(i, i + 1)).copied().sample(0))
-        if i == 0 and warning is not None:  # a sample alone works, so it was vmap that refused
-            _warn(warning)
         for name, p in zip(problem.names, copies, strict=True) if any(p._version for p in copies) else ():
             if p._version:
                 raise UnsupportedOpError(
@@ -248,6 +248,8 @@ def _looped(problem: Problem, sink: DenseSink, warning: str | None) -> Outcome:
                     "  per-sample gradients need parameters that stay put: change a clone instead."
                 )
         grads = torch.autograd.grad(loss, params, materialize_grads=True) if loss.requires_grad else None
+        if i == 0 and warning is not None:  # a sample alone works, so it was vmap that refused
+            _warn(warning)
         sink.put_row(i, grads)
         outcomes.append(Outcome(loss.detach()[None].clone(), [a[None] for a in aux], spec))
     return join(outcomes)

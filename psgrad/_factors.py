@@ -77,7 +77,7 @@ class Outer:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Gradients of a table of rows: for sample n, g[n, t] added to row index[n, t]; a negative row is none."""
+    """Gradients of a table of rows: for sample n, g[n, t] added to row index[n, t]."""
 
     index: Tensor  # (N, T)
     g: Tensor  # (N, T, D)
@@ -91,9 +91,6 @@ class Rows:
         (n, _, d), v = self.g.shape, self.rows
         grads = out if out is not None and out.is_contiguous() and out.dtype == self.g.dtype else None
         grads = (_alloc.empty((n, v, d), self.g) if grads is None else grads).zero_()
-        index, g = self.index, self.g
-        skipped = index < 0
-        g = g.masked_fill(skipped[..., None], 0)
-        flat = (index.clamp(min=0) + v * torch.arange(n, device=index.device)[:, None]).flatten()
-        grads.view(n * v, d).index_add_(0, flat, g.flatten(0, 1))
+        flat = (self.index + v * torch.arange(n, device=self.g.device)[:, None]).flatten()
+        grads.view(n * v, d).index_add_(0, flat, self.g.flatten(0, 1))
         return grads if out is None or grads is out else out.copy_(grads)

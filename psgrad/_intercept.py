@@ -89,12 +89,15 @@ class _Apply(torch.autograd.Function):
         y, saved = rule.forward(call.options, x, *values)
         ctx.save_for_backward(x if rule.keeps_input else x.new_empty(1).expand(x.shape), *saved)
         ctx.run, ctx.values = run, values
+        ctx.versions = [v._version for v in values if v is not None]
         return y.data if y._is_view() else y  # a view made in here could not be changed in place by `fn`
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         rule, call, sink, use, tracked = ctx.run
         x, *saved = ctx.saved_tensors
+        if [v._version for v in ctx.values if v is not None] != ctx.versions:
+            raise RuntimeError(f"a weight of {rule.name} was changed in place before its backward")
         with _no_autocast(g.device.type):
             needs = Needs(ctx.needs_input_grad[2], tracked)
             gx, factors = rule.backward(call.options, g, x, ctx.values, saved, needs)
@@ -116,6 +119,7 @@ class Intercept(TorchFunctionMode):
         self.level, self.roots = -1, 0  # roots: how many sources are parameters as given
         self.sources: list[Source] = []
         self.tracked: dict[int, Param] = {}  # by the id of the wrapped tensor, which the Param keeps alive
+        self.copies: dict[int, tuple[Param, Tensor]] = {}  # detached parameters, by their storage
         self.batch: set[int] = set()  # the storages of the caller's batch
         self.anchor: Tensor | None = None  # any leaf: what makes a rule's output require a gradient
 
@@ -171,21 +175,27 @@ class Intercept(TorchFunctionMode):
                 samples = samples or sampled
         return params, samples
 
+    def _changes(self, func: Any, param: Param) -> UnsupportedOpError:
+        return UnsupportedOpError(
+            f"{name_of(func)} changes {param.source.name} in place\n"
+            f"  called at {place()}\n"
+            "  per-sample gradients need parameters that stay put: change a clone instead."
+        )
+
     def _check_write(self, func: Any, target: Tensor) -> None:
         """`fn` changes `target` in place: never the caller's parameters or batch."""
         param = self.tracked.get(id(target))
         if param is not None and not torch.is_grad_enabled():
             if param.source.index < self.roots:
-                raise UnsupportedOpError(
-                    f"{name_of(func)} changes {param.source.name} in place\n"
-                    f"  called at {place()}\n"
-                    "  per-sample gradients need parameters that stay put: change a clone instead."
-                )
+                raise self._changes(func, param)
             raise RuntimeError("a function of parameters is changed in place")  # the loop can do that
         if ft.current_level() != self.level:
             return
-        if ft.lower(target, self.n, self.level).untyped_storage()._cdata in self.batch:
+        storage = ft.lower(target, self.n, self.level).untyped_storage()._cdata
+        if storage in self.batch:
             raise Written
+        if storage in self.copies:
+            raise self._changes(func, self.copies[storage][0])
 
     def _note(self, func: Any, args: Any, kwargs: Any, rule: str | None, reason: str = "") -> Use | None:
         """Log a use of parameters, where somebody wants the log."""
@@ -249,11 +259,14 @@ class Intercept(TorchFunctionMode):
         if not torch.is_autocast_enabled(device):
             y: Tensor = _apply(run, dtype, x, anchor)
         else:
-            if rule.autocast == "lower" and x.dtype != torch.float64:
+            kind = rule.autocast
+            if kind.endswith(" off the CPU"):
+                kind = "keep" if device == "cpu" else kind.removesuffix(" off the CPU")
+            if kind == "lower" and x.dtype != torch.float64:
                 dtype = torch.get_autocast_dtype(device)
                 x = x.to(dtype)
-            elif rule.autocast == "float32" and device != "cpu" and x.dtype != torch.float64:
-                x = x.float()  # what autocast does to norms on accelerators
+            elif kind == "float32" and x.dtype != torch.float64:
+                x = x.float()
             with torch.autocast(device, enabled=False):
                 y = _apply(run, dtype, x, anchor)
         return y if call.after is None else call.after(y)
@@ -295,8 +308,11 @@ class Intercept(TorchFunctionMode):
         viewed: list[Any] | None = None
         for i, value in enumerate(flat):
             if not (value.requires_grad and grad_enabled):  # detached, or of integers: a constant
-                shared = any(shares_memory(value, p.source.value) for p in params)
-                flat[i] = value.detach().clone() if shared else value.detach()  # `fn` may change it
+                flat[i] = value.detach()
+                home = next((p for p in params if shares_memory(value, p.source.value)), None)
+                if home is not None:  # not the caller's memory, which `fn` might change
+                    flat[i] = flat[i].clone()
+                    self.copies[flat[i].untyped_storage()._cdata] = home, flat[i]
                 continue
             homes = params if func in VIEWS else ()
             home = next((p for p in homes if shares_memory(value, p.source.value)), None)

@@ -1,6 +1,7 @@
 """A module and a loss as a pure function of parameters and one sample."""
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -63,8 +64,10 @@ def from_module(model: torch.nn.Module, loss: Callable[[Any, Any], Tensor]) -> t
                 f"parameter {name!r} of the model has no shape yet\n"
                 "  call the model once, so that its lazy modules are made."
             )
-    slots, lock = _slots(model), threading.RLock()  # two threads would see each other's parameters
-    modules = [module for module in model.modules() if module._parameters or module._buffers]
+    lock = _LOCKS.setdefault(model, threading.RLock())  # two threads would see each other's parameters
+    with lock:
+        slots = _slots(model)
+    modules = list(model.modules())
     params = {name: p.detach() for _, _, name, p in slots if p.requires_grad}
     if not params:
         raise ArgumentError("no parameter of the model has requires_grad\n  set it on those to differentiate.")
@@ -81,6 +84,7 @@ def from_module(model: torch.nn.Module, loss: Callable[[Any, Any], Tensor]) -> t
     return fn, params
 
 
+_LOCKS: "weakref.WeakKeyDictionary[torch.nn.Module, threading.RLock]" = weakref.WeakKeyDictionary()
 Slot = tuple[torch.nn.Module, str, str, torch.nn.Parameter]
 
 
@@ -95,6 +99,9 @@ def _slots(model: torch.nn.Module) -> list[Slot]:
     ]
 
 
+_CACHES = frozenset({"_flat_weights"})  # what recurrent layers keep beside their parameters
+
+
 class _Holding:
     """Inside, the model holds `params`; its other parameters are frozen, its buffers copies it may change.
 
@@ -104,6 +111,7 @@ class _Holding:
 
     def __init__(self, modules: list[torch.nn.Module], slots: list[Slot], params: dict[str, Tensor]) -> None:
         self.held: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self.attributes: list[dict[str, Any]] = []  # tensors that hooks set, as the older weight_norm does
         self.modules, self.slots, self.params = modules, slots, params
 
     def __enter__(self) -> None:
@@ -114,6 +122,7 @@ class _Holding:
             new += [(module._buffers, key, b.clone()) for key, b in module._buffers.items() if b is not None]
         for module in self.modules:
             self.held += [(kept, dict(kept)) for kept in (module._parameters, module._buffers) if kept]
+            self.attributes.append({k: v for k, v in vars(module).items() if isinstance(v, Tensor) or k in _CACHES})
         for kept, key, value in new:
             kept[key] = value
 
@@ -121,6 +130,8 @@ class _Holding:
         for kept, before in self.held:
             kept.clear()
             kept.update(before)
+        for module, attributes in zip(self.modules, self.attributes, strict=True):
+            vars(module).update(attributes)
 
 
 def _pair(sample: Any) -> tuple[Any, Any]:

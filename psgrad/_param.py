@@ -18,7 +18,7 @@ class Source:
 
     A function of parameters alone (a mask times a weight, a weight norm, a cast) is the same for every
     sample, so it is computed once, and its per-sample gradients are pulled back to the parameters at the
-    end. `value` is contiguous and has no sample axis; `traced` is the same with the graph of that function.
+    end. `value` is contiguous and has no sample axis; `graph` is the same with the graph of that function.
     """
 
     index: int
@@ -70,6 +70,11 @@ class Param:
     def whole(self) -> bool:
         """Whether this is the source as it stands."""
         return self.value.shape == self.source.value.shape and self.value.stride() == self.source.value.stride()
+
+    @property
+    def covers(self) -> bool:
+        """Whether every number of the source is here, once: a transposition or a new shape of it."""
+        return self.value.numel() == self.source.value.numel() and 0 not in self.value.stride()
 
     def rows(self, grads: Tensor) -> Tensor:
         """This view's part of `grads`, the contiguous (N, *shape) gradients of the source."""

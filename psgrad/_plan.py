@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
-WORKSPACE = 32 << 20  # bytes: what a strategy may hold at once beyond its operands and its result
+WORKSPACE = 16 << 20  # bytes: what a strategy may hold at once; malloc keeps blocks of this size for reuse
 
 
 class Plan(NamedTuple):

@@ -35,6 +35,7 @@ class Problem:
     n: int
     randomness: str
     has_aux: bool
+    draws_from: Any = None  # the generators' states when all samples are to share one draw
     own_batch: bool = False  # the batch is a copy that `fn` may change
 
     def copied(self) -> "Problem":
@@ -135,7 +136,24 @@ def make(
         )
     leaves, params_spec = flat_params(params)
     batch_leaves, batched, batch_spec, n = _flat_batch(batch, in_dims)
-    return Problem(fn, leaves, params_spec, batch_leaves, batched, batch_spec, n, randomness, has_aux)
+    start = generators(leaves) if randomness == "same" else None
+    return Problem(fn, leaves, params_spec, batch_leaves, batched, batch_spec, n, randomness, has_aux, start)
+
+
+def generators(params: Sequence[Tensor]) -> dict[torch.device, Tensor]:
+    """The states of the default generators that `fn` may draw from."""
+    devices = {p.device for p in params if p.device.type not in ("cpu", "meta")}
+    states = {device: torch.get_device_module(device).get_rng_state(device) for device in devices}
+    return states | {torch.device("cpu"): torch.get_rng_state()}
+
+
+def rewind(states: dict[torch.device, Tensor]) -> None:
+    """Put the default generators back."""
+    for device, state in states.items():
+        if device.type == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.get_device_module(device).set_rng_state(state, device)
 
 
 def check_positive(name: str, value: object) -> None:

@@ -24,10 +24,10 @@ _VALUES = (
     "leaky_relu hardtanh logsigmoid normalize clamp clamp_min clamp_max minimum maximum where masked_fill tril triu "
     "diag diag_embed sum mean prod var std norm amax amin logsumexp cumsum cat concat stack hstack vstack repeat "
     "repeat_interleave tile roll flip pad clone contiguous as_strided to float double half bfloat16 type type_as "
-    "matmul mm bmm mv dot vdot inner outer addmm baddbmm einsum tensordot kron index_select gather lerp addcmul addcdiv "
-    "_weight_norm _weight_norm_interface unfold_copy __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ "
-    "__rtruediv__ __div__ __rdiv__ __pow__ __rpow__ __neg__ __matmul__ __rmatmul__ atan erf sinh cosh floor round ceil "
-    "rms_norm eq ne lt le gt ge isfinite isnan"
+    "matmul mm bmm mv dot vdot inner outer addmm baddbmm einsum tensordot kron index_select gather lerp "
+    "addcmul addcdiv _weight_norm _weight_norm_interface __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ "
+    "__truediv__ __rtruediv__ __div__ __rdiv__ __pow__ __rpow__ __neg__ __matmul__ __rmatmul__ atan erf sinh cosh "
+    "floor round ceil rms_norm eq ne lt le gt ge isfinite isnan"
 )
 
 

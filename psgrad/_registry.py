@@ -69,14 +69,15 @@ class Rule:
     keeps_input: bool = True  # False: the backward reads only the shape of x
     saves: int = 0  # how many tensors forward returns for the backward
     only_params: bool = False  # plain vmap is as good where no operand is a parameter
-    autocast: str = "keep"  # "lower": the op runs in autocast's dtype; "keep": in its operands'
+    autocast: str = "keep"  # the dtype under autocast: "lower", "float32", their " off the CPU", or the operands'
     factors: tuple[str, ...] = ()  # the factor types it yields, for the table in the README
 
 
 class Fold(NamedTuple):
     """An op without parameters that is faster with the sample axis folded into its own batch axis.
 
-    fold(tensors, options) gets the (N, ...) operands; `bind` sorts the arguments into the two.
+    bind(randomness, *args, **kwargs) sorts the arguments into tensors and options, or declines;
+    run(options, *tensors) gets the (N, ...) operands.
     """
 
     name: str

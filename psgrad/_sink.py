@@ -42,6 +42,11 @@ class DenseSink:
                 grads = grads.reshape(shape).to(dtype).contiguous()
             self.grads[index] = grads
             return
+        if written is None and param.covers:
+            whole = _alloc.empty((self.n, *source.value.shape), source.value) if buffer is None else buffer
+            factor.dense(param.rows(whole))
+            self.grads[index] = whole
+            return
         if written is None:
             shape = (self.n, *source.value.shape)
             written = (_alloc.empty(shape, source.value) if buffer is None else buffer).zero_()

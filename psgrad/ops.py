@@ -89,6 +89,8 @@ class _UseRules(TorchFunctionMode):
 def use_rules() -> Iterator[None]:
     """Inside, `vmap(grad(f))`, `jacrev`, `hessian` ... of your own use psgrad's rules for stock modules.
 
+    A batch or instance norm in training normalises as ever, but leaves its running statistics alone.
+
     >>> import torch, psgrad
     >>> from torch.func import functional_call, grad, vmap
     >>> model, x = torch.nn.Conv1d(1, 2, 3), torch.randn(4, 1, 8)

@@ -894,6 +894,7 @@ ATTENTION = (
     _sdpa("sdpa-boolean-mask-inner-batch", (2, 5, 4), heads=2, attn_mask=lambda x: _KEEP),
     _sdpa("sdpa-additive-mask", (5, 4), heads=2, attn_mask=_BIAS),
     _sdpa("sdpa-mask-per-sample", (5, 4), heads=2, attn_mask=lambda x: x[:, :1] + x[:, 1]),
+    _sdpa("sdpa-mask-per-image", (2, 5, 4), heads=2, attn_mask=lambda x: torch.stack([_BIAS(x), -_BIAS(x)])[:, None]),
     _sdpa("sdpa-mask-per-head", (2, 5, 4), heads=2, attn_mask=lambda x: torch.stack([_BIAS(x), -_BIAS(x)])),
     _sdpa("sdpa-grouped-queries", (5, 4), heads=4, key_heads=2, enable_gqa=True),
     _sdpa("sdpa-grouped-queries-inner-batch", (2, 5, 4), heads=4, key_heads=1, enable_gqa=True),

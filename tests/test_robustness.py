@@ -947,14 +947,26 @@ def test_randomness_when_samples_do_not_run_at_once(way):
 
 
 @pytest.mark.parametrize("randomness", ["different", "same"])
-def test_the_generator_moves_on_only_for_different(randomness):
-    """One draw for all leaves the generator where it was, so that the next chunk draws the same again."""
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_the_generator_moves_on(randomness, chunk_size):
+    """Chunks may share a draw; the next call never draws it again."""
     torch.manual_seed(0)
-    before = torch.get_rng_state()
-    psgrad.per_sample_grads(
-        lambda w, x: F.dropout(x @ w).sum(), torch.ones(4, 8), torch.ones(5, 4), randomness=randomness
+    draw = lambda: psgrad.per_sample_grads(
+        lambda w, x: F.dropout(x @ w).sum(),
+        torch.ones(4, 64),
+        torch.ones(5, 4),
+        randomness=randomness,
+        chunk_size=chunk_size,
     )
-    assert torch.equal(torch.get_rng_state(), before) == (randomness == "same")
+    assert not torch.equal(draw(), draw())
+
+
+def test_one_draw_is_shared_by_chunks_and_by_the_loop():
+    for shape in ({}, {"chunk_size": 2}):
+        torch.manual_seed(0)
+        fn = lambda w, x: F.dropout(x @ w).sum()
+        grads = psgrad.per_sample_grads(fn, torch.ones(4, 64), torch.ones(5, 4), randomness="same", **shape)
+        assert torch.equal(grads, grads[:1].expand_as(grads))
 
 
 def test_fn_without_randomness_draws_nothing():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import psgrad
 from psgrad import _plan
-from psgrad.extend import ConvGeometry, Patches, Plan
+from psgrad.extend import ConvGeometry, Outer, Patches, Plan, Rows
 
 from . import strategies as some
 from .cases import loss
@@ -294,6 +294,41 @@ def test_embedding(config: some.Embedding) -> None:
 @given(config=some.embeddings(most=2))
 def test_index(config: some.Embedding) -> None:
     _check_table(config, "index", -config.rows, lambda index, w: w[index])
+
+
+def _buffers(want: Tensor) -> list[Tensor]:
+    """What a factor may be asked to write into: contiguous, transposed, strided, of another dtype."""
+    nan = lambda *shape, dtype=want.dtype: torch.full(shape, torch.nan, dtype=dtype)
+    *lead, o, i = want.shape
+    return [
+        nan(*lead, o, i),
+        nan(*lead, i, o).mT,
+        nan(*lead, o, 2 * i)[..., ::2],
+        nan(*lead, o, i, dtype=torch.float32),
+    ]
+
+
+def _check_factor(factor: Outer | Rows, want: Tensor) -> None:
+    torch.testing.assert_close(factor.dense(), want)
+    for out in _buffers(want):
+        assert factor.dense(out) is out
+        torch.testing.assert_close(out, want.to(out.dtype))
+
+
+@pytest.mark.parametrize("heads", [(), (2,)])
+@pytest.mark.parametrize(("n", "t", "i", "o"), [(3, 2, 4, 5), (1, 1, 1, 1), (2, 3, 1, 4), (3, 0, 2, 2), (2, 1, 0, 3)])
+def test_outer(heads: tuple[int, ...], n: int, t: int, i: int, o: int) -> None:
+    x, g = draw(n, *heads, t, i), draw(n, *heads, t, o)
+    _check_factor(Outer(x, g), torch.einsum("n...ti,n...to->n...oi", x, g))
+
+
+@pytest.mark.parametrize(("n", "t", "d", "v"), [(3, 5, 2, 4), (1, 1, 1, 1), (2, 0, 3, 2), (2, 3, 0, 4)])
+def test_rows(n: int, t: int, d: int, v: int) -> None:
+    index, g = torch.randint(0, v, (n, t)), draw(n, t, d)
+    want = torch.zeros(n, v, d, dtype=torch.float64)
+    for k, (rows, each) in enumerate(zip(index, g, strict=True)):
+        want[k].index_add_(0, rows, each)
+    _check_factor(Rows(index, g, v), want)
 
 
 # ---- elementwise -------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def backward(
         elif op == "mul":
             gx = g * w
         else:
-            gx = -g * w / (x * x) if first else g / w
+            gx = -g * (w / x) / x if first else g / w
         gx = gx.sum_to_size(x.shape)
     if needs.params[0]:
         n = len(x)
@@ -53,7 +53,7 @@ def backward(
         elif op == "mul":
             gw = _sum_to(g * x, n, w.shape)
         else:
-            gw = _sum_to(g / x, n, w.shape) if first else -_sum_to(g * x, n, w.shape) / (w * w)
+            gw = _sum_to(g / x, n, w.shape) if first else -_sum_to(g * x, n, w.shape) / w / w
     return gx, [None if gw is None else Dense(gw)]
 
 
@@ -67,6 +67,8 @@ def _binder(op: str) -> Callable[..., Call | Decline]:
         w, x = (input, other) if first else (other, input)
         if w.value.is_complex() or x.is_complex():
             return Decline("complex numbers")
+        if x.dtype != w.value.dtype and (x.dim() == 0 or w.dim() == 0):
+            return Decline("a scalar of another dtype")  # which promotes by rules of its own
         extra = w.dim() - x.dim()
 
         def before(x: Tensor) -> Tensor:

@@ -38,8 +38,8 @@ def backward(
 
 
 def bind_linear(input: Any, weight: Any, bias: Any = None) -> Call | Decline:
-    if weight.dim() != 2:
-        return Decline("the weight is not a matrix")
+    if weight.dim() != 2 or (bias is not None and bias.dim() != 1):
+        return Decline("the weight is not a matrix, or the bias not a vector")
     return Call(input, (weight, bias))
 
 
@@ -157,9 +157,9 @@ def bind_einsum(equation: Any, *operands: Any) -> Call | Decline:
     return _product(operands[0], operands[1], terms[0], terms[1], of_out)
 
 
-def _rule(name: str, functions: tuple[Any, ...], bind: Any, *factors: str) -> Rule:
+def _rule(name: str, functions: tuple[Any, ...], bind: Any, *factors: str, autocast: str = "lower") -> Rule:
     return Rule(
-        name, functions, bind, forward, backward, only_params=True, autocast="lower", factors=("Outer", *factors)
+        name, functions, bind, forward, backward, only_params=True, autocast=autocast, factors=("Outer", *factors)
     )
 
 
@@ -169,7 +169,7 @@ RULES = (
     LINEAR,
     _rule("matmul", (torch.matmul, T.matmul, T.__matmul__, torch.mm, T.mm), bind_matmul),
     _rule("bmm", (torch.bmm, T.bmm), bind_bmm),
-    _rule("mv", (torch.mv, T.mv), bind_mv),
+    _rule("mv", (torch.mv, T.mv), bind_mv, autocast="lower off the CPU"),
     _rule("addmm", (torch.addmm, T.addmm), bind_addmm, "Dense"),
     _rule("einsum", (torch.einsum,), bind_einsum),
 )

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .._errors import UnsupportedOpError, place
 from .._factors import Dense, Factor
+from .._functorch import current_level
 from .._registry import Call, Decline, Needs, Param, Rule
 
 Saved = tuple[Tensor, ...]
@@ -96,7 +97,9 @@ def layer_backward(
         gx = _aten.native_layer_norm_backward(g, x, options.shape, mean, rstd, weight, bias, mask)[0]
     rows = g.reshape(n, -1, prod(options.shape))  # (N, T, D)
     if needs.params[0]:
-        centred = (x.reshape(rows.shape) - mean.reshape(n, -1, 1)) * rows
+        centred = x.reshape(rows.shape) - mean.reshape(n, -1, 1)
+        # in place, at a quarter of the time; not where a transform runs, which may want both
+        centred = centred.mul_(rows) if current_level() is None else centred * rows
         gw = torch.bmm(rstd.to(centred.dtype).reshape(n, 1, -1), centred)  # sum_t rstd_t ((x_t - mean_t) g_t)
     if needs.params[1]:
         gb = rows.sum(1)
@@ -193,6 +196,8 @@ def bind_instance_norm(
         return Decline("too few elements")  # torch refuses it itself
     if any(isinstance(t, Param) for t in (running_mean, running_var)):
         return Decline("the running statistics are parameters")
+    if not use_input_stats and (running_mean is None or running_var is None):
+        return Decline("no running statistics")  # torch refuses it itself
     return Call(input, (weight, bias, running_mean, running_var), Channels(False, not use_input_stats, eps))
 
 
@@ -215,6 +220,8 @@ def bind_batch_norm(
         )
     if input.dim() < 2 or input.numel() == 0 or any(isinstance(t, Param) for t in (running_mean, running_var)):
         return Decline("too few elements, or running statistics that are parameters")
+    if not training and (running_mean is None or running_var is None):
+        return Decline("no running statistics")  # torch refuses it itself
     return Call(input, (weight, bias, running_mean, running_var), Channels(True, not training, eps))
 
 
@@ -263,7 +270,7 @@ GROUP = Rule(
     group_backward,
     group_plain,
     saves=2,
-    autocast="float32",
+    autocast="float32 off the CPU",
     factors=_DENSE,
 )
 LAYER = Rule(
@@ -274,7 +281,7 @@ LAYER = Rule(
     layer_backward,
     layer_plain,
     saves=2,
-    autocast="float32",
+    autocast="float32 off the CPU",
     factors=_DENSE,
 )
 INSTANCE = Rule(
