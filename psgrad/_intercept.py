@@ -72,6 +72,7 @@ class _Run(NamedTuple):
     sink: Sink
     use: Use | None
     tracked: tuple[bool, ...]  # which of the call's parameters are ours to differentiate
+    constants: bool  # whether one of the others is a tensor, which `fn` might change in place
 
 
 class _Apply(torch.autograd.Function):
@@ -82,21 +83,21 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, run: "_Run", dtype: torch.dtype | None, x: Tensor, anchor: Any) -> Any:
-        rule, call, _, _, _ = run
+        rule, call = run.rule, run.call
         values = [p.value if isinstance(p, Param) else p for p in call.params]
         if dtype is not None:
             values = [None if v is None else v.to(dtype) for v in values]
         y, saved = rule.forward(call.options, x, *values)
         ctx.save_for_backward(x if rule.keeps_input else x.new_empty(1).expand(x.shape), *saved)
         ctx.run, ctx.values = run, values
-        ctx.versions = [v._version for v in values if v is not None]
+        ctx.versions = [v._version for v in values if v is not None] if run.constants else None
         return y.data if y._is_view() else y  # a view made in here could not be changed in place by `fn`
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        rule, call, sink, use, tracked = ctx.run
+        rule, call, sink, use, tracked, _ = ctx.run
         x, *saved = ctx.saved_tensors
-        if [v._version for v in ctx.values if v is not None] != ctx.versions:
+        if ctx.versions and [v._version for v in ctx.values if v is not None] != ctx.versions:
             raise RuntimeError(f"a weight of {rule.name} was changed in place before its backward")
         with _no_autocast(g.device.type):
             needs = Needs(ctx.needs_input_grad[2], tracked)
@@ -239,11 +240,11 @@ class Intercept(TorchFunctionMode):
         if not samples and isinstance(call.x, Param) and not any(isinstance(p, Tensor) for p in call.params):
             return self._once(func, args, kwargs, params)  # a standardised weight, say
         tracked = tuple([isinstance(p, Param) for p in call.params])
-        for p, track in zip(call.params, tracked, strict=True):
-            if not track and p is not None and ft.is_batched(p, self.level):
-                return self._plain(func, args, kwargs, "the weight differs between samples")
+        constants = [p for p in call.params if isinstance(p, Tensor)]
+        if any(ft.is_batched(p, self.level) for p in constants):
+            return self._plain(func, args, kwargs, "the weight differs between samples")
         use = None if self.log is None else self._note(func, args, kwargs, rule.name)
-        run = _Run(rule, call, self.sink, use, tracked)
+        run = _Run(rule, call, self.sink, use, tracked, bool(constants))
         x = call.x.wrapped if isinstance(call.x, Param) else call.x
         out = ft.below(self._apply, run, ft.lower(x, self.n, self.level))
         return ft.wrap(out, self.level)
