@@ -75,7 +75,7 @@ def per_sample_grads(
 
     The same numbers as `vmap(grad(fn), in_dims=(None, 0))(params, batch)` up to rounding, at about the
     price of one ordinary backward pass; it also answers where that expression refuses (data-dependent
-    branches, recurrent layers, dropout, old-style autograd Functions).
+    branches, dropout as it stands, batch norm in training, old-style autograd Functions).
 
     - Pure: nothing is set on a tensor or a module, no buffer is changed, an exception leaves no trace.
     - The result is not attached to the autograd graph. Inside a torch.func transform (`grad` of a

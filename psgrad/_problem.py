@@ -189,11 +189,11 @@ def flat_params(params: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
                 "  params holds just what is differentiated: let fn close over the rest."
             )
         if not leaf.is_floating_point():
-            why = "which is not supported" if leaf.is_complex() else "which has no gradient"
-            raise ArgumentTypeError(
-                f"{paths(spec, 'params')[i]} has dtype {leaf.dtype}, {why}\n"
-                "  params holds just what is differentiated: let fn close over the rest."
-            )
+            why = "which has no gradient"
+            remedy = "params holds just what is differentiated: let fn close over the rest."
+            if leaf.is_complex():
+                why, remedy = "which is not supported", "give torch.view_as_real of it, and undo that in fn."
+            raise ArgumentTypeError(f"{paths(spec, 'params')[i]} has dtype {leaf.dtype}, {why}\n  {remedy}")
     if not leaves:
         raise ArgumentError("params holds no tensor\n  give a pytree with the tensors to differentiate.")
     return [_own(leaf) for leaf in leaves], spec

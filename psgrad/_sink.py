@@ -1,11 +1,13 @@
 """Where factors go: a sink that materialises each one at once, so that what it holds can be freed."""
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
 
 from . import _alloc
+from ._errors import ArgumentError
 from ._factors import Factor
 from ._param import Param, Source
 
@@ -38,6 +40,11 @@ class DenseSink:
         if written is None and param.whole:
             grads = factor.dense(buffer)
             shape = (self.n, *source.value.shape)
+            if grads.numel() != prod(shape):
+                raise ArgumentError(
+                    f"a rule's factor for {source.name} has shape {tuple(grads.shape)}, not {shape}\n"
+                    "  its backward must yield one gradient per sample: mend the rule."
+                )
             if buffer is None and not (grads.shape == shape and grads.dtype == dtype and grads.is_contiguous()):
                 grads = grads.reshape(shape).to(dtype).contiguous()
             self.grads[index] = grads

@@ -97,6 +97,9 @@ def check(
         torch.testing.assert_close(a, b, rtol=rtol, atol=atol, msg=partial(_named, name))
     if rules is not None:
         used = rules_used(fn, params, batch, in_dims=in_dims)
+        unknown = [name for name in rules if name not in used and name not in names]
+        if unknown:
+            raise AssertionError(f"no parameter is called {unknown[0]}; there are {', '.join(names)}")
         for name, expected in rules.items():
             found = used.get(name, [])
             if sorted(found) != sorted(expected):

@@ -171,3 +171,42 @@ def test_many_bare_parameters_cost_one_walk():
         patch.setattr(psgrad._engine, "_restrided", lambda losses: calls.append(1) or walk(losses))
         psgrad.per_sample_grads(lambda p, x: sum(torch.maximum(w, x).sum() for w in p), params, torch.randn(4, 3))
     assert len(calls) == 1
+
+
+def test_complex_parameters_are_refused_with_a_remedy():
+    with pytest.raises(psgrad.ArgumentTypeError) as error:
+        psgrad.per_sample_grads(lambda p, x: p.abs().sum(), torch.ones(2, dtype=torch.complex64), torch.ones(3))
+    assert str(error.value) == (
+        "params has dtype torch.complex64, which is not supported\n"
+        "  give torch.view_as_real of it, and undo that in fn."
+    )
+
+
+def test_a_rule_that_yields_the_wrong_shape_is_named():
+    """A fault in a rule of one's own does not hide behind the loop."""
+
+    def bind(input, weight):
+        return psgrad.extend.Call(input, (weight,))
+
+    def forward(options, x, weight):
+        return F.prelu(x, weight), ()
+
+    def backward(options, g, x, params, saved, needs):
+        return None, [psgrad.extend.Dense(torch.ones(len(x), 5))]
+
+    rule = psgrad.extend.register(psgrad.extend.Rule("prelu", (F.prelu,), bind, forward, backward))
+    try:
+        with pytest.raises(psgrad.ArgumentError) as error:
+            psgrad.per_sample_grads(lambda p, x: F.prelu(x, p).sum(), torch.ones(1), torch.randn(6, 5))
+    finally:
+        psgrad.extend.unregister(rule)
+    assert str(error.value) == (
+        "a rule's factor for params has shape (6, 5), not (6, 1)\n"
+        "  its backward must yield one gradient per sample: mend the rule."
+    )
+
+
+def test_check_names_an_unknown_path():
+    fn, w, x = lambda p, x: F.linear(x, p["w"]).sum(), torch.ones(2, 3), torch.ones(4, 3)
+    with pytest.raises(AssertionError, match=r"no parameter is called w; there are params\['w'\]"):
+        psgrad.testing.check(fn, {"w": w}, x, rules={"w": ["linear"]})
