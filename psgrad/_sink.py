@@ -40,12 +40,12 @@ class DenseSink:
         if written is None and param.whole:
             grads = factor.dense(buffer)
             shape = (self.n, *source.value.shape)
-            if grads.numel() != prod(shape):
-                raise ArgumentError(
-                    f"a rule's factor for {source.name} has shape {tuple(grads.shape)}, not {shape}\n"
-                    "  its backward must yield one gradient per sample: mend the rule."
-                )
             if buffer is None and not (grads.shape == shape and grads.dtype == dtype and grads.is_contiguous()):
+                if grads.numel() != prod(shape):
+                    raise ArgumentError(
+                        f"a rule's factor for {source.name} has shape {tuple(grads.shape)}, not {shape}\n"
+                        "  its backward must yield one gradient per sample: mend the rule."
+                    )
                 grads = grads.reshape(shape).to(dtype).contiguous()
             self.grads[index] = grads
             return

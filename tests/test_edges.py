@@ -149,11 +149,11 @@ def test_constant_weight_changed_in_place():
 
 
 def test_large_results_are_ordinary_tensors():
-    """Over 4 MiB: the memory is the system's own, and behaves."""
+    """Over 8 MiB: the memory is the system's own, and behaves."""
     w, x = torch.randn(512, 512).double(), torch.randn(20, 512).double()
     fn = lambda w, x: F.linear(x, w).square().sum()
     grads = psgrad.per_sample_grads(fn, w, x)
-    assert grads.numel() * 8 > 4 << 20
+    assert grads.numel() * 8 > 8 << 20
     torch.testing.assert_close(grads[7], torch.func.grad(fn)(w, x[7]))
     again = psgrad.per_sample_grads(fn, w, x)
     assert again.data_ptr() != grads.data_ptr()
