@@ -21,7 +21,6 @@ AVAILABLE = all(
         "_unwrap_batched",
         "_vmap_decrement_nesting",
         "_vmap_increment_nesting",
-        "get_interpreter_stack",
         "get_unwrapped",
         "is_batchedtensor",
         "maybe_current_level",
@@ -64,12 +63,6 @@ def current_level() -> int | None:
     """The level of the innermost functorch transform that runs in this thread."""
     level: int | None = _ft.maybe_current_level()
     return level
-
-
-def inside_jvp() -> bool:
-    """Whether one of the running transforms is forward-mode differentiation."""
-    stack = _ft.get_interpreter_stack()
-    return stack is not None and any(layer.key() == _ft.TransformType.Jvp for layer in stack)
 
 
 def is_batched(t: Tensor, level: int) -> bool:

@@ -2,8 +2,9 @@
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -63,12 +64,12 @@ def _first(problem: Problem, n: int) -> Problem:
     return problem.rows(slice(0, n)).copied()
 
 
-def _peak(problem: Problem) -> int:
-    """Bytes that a run allocates beyond its inputs and its result."""
+def _peak(problem: Problem, run: Callable[[Problem, DenseSink], object]) -> int:
+    """Bytes that `run` allocates beyond its inputs and its result."""
     buffers = [p.new_empty(problem.n, *p.shape) for p in problem.params]
     inputs = [t for t in (*problem.params, *problem.batch, *buffers) if isinstance(t, Tensor)]
     with Meter(inputs) as meter:
-        _engine.run(problem, DenseSink(problem.params, problem.n, buffers), quiet=True)
+        run(problem, DenseSink(problem.params, problem.n, buffers))
     return int(meter.peak)
 
 
@@ -80,18 +81,14 @@ def peak_bytes(problem: Problem, n: int, parted: bool = False) -> int:
     """
     try:
         with fake(problem) as shapes:
-            buffers = DenseSink(shapes.params, n, [p.new_empty(n, *p.shape) for p in shapes.params])
-            part = _first(shapes, n)
-            inputs = [t for t in (*part.params, *part.batch, *(buffers.buffers or ())) if isinstance(t, Tensor)]
-            with Meter(inputs) as meter:
-                _engine.vmapped(part, buffers)
-            return int(meter.peak)
+            return _peak(_first(shapes, n), _engine.vmapped)
     except PsgradError:
         raise
     except (Exception, Diverged):
         with _engine.differentiating(), _engine.generators_kept(problem):
-            one = _peak(_first(problem, 1))
-            two = _peak(_first(problem, 2)) if n > 1 and problem.n > 1 else one
+            run = partial(_engine.run, quiet=True)
+            one = _peak(_first(problem, 1), run)
+            two = _peak(_first(problem, 2), run) if n > 1 and problem.n > 1 else one
         row = sum(p.numel() * p.element_size() for p in problem.params) if parted else 0
         return one + (n - 1) * max(two - one, 0) + n * row
 
