@@ -112,7 +112,7 @@ def per_sample_grads(
     """
     problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness=randomness, has_aux=has_aux)
     buffers = _buffers(out, problem) if out is not None else None
-    step = _step(problem, chunk_size, max_bytes)
+    step = step_of(problem, chunk_size, max_bytes, grads_work(problem))
     if ft.current_level() is not None or not ft.AVAILABLE:
         grads, outcome = _composed(problem, step)
     else:
@@ -132,14 +132,14 @@ def per_sample_grads(
     return result, (outcome.values, aux) if return_value else aux
 
 
-def _step(problem: Problem, chunk_size: int | None, max_bytes: int | None) -> int:
+def step_of(problem: Problem, chunk_size: int | None, max_bytes: int | None, work: _memory.Work) -> int:
     """How many samples to run at once."""
     _problem.check_positive("chunk_size", chunk_size)
     _problem.check_positive("max_bytes", max_bytes)
     if chunk_size is not None and max_bytes is not None:
         raise ArgumentError("chunk_size and max_bytes are both given\n  give one: max_bytes works out a chunk size.")
     if max_bytes is not None and problem.n > 0 and ft.current_level() is None:
-        return _memory.chunk_size(problem, max_bytes)
+        return _memory.chunk_size(problem, max_bytes, work)
     return min(chunk_size or problem.n, problem.n)
 
 
@@ -170,22 +170,51 @@ def _buffers(out: Any, problem: Problem) -> list[Tensor]:
     return buffers
 
 
+def _written(
+    problem: Problem, run: _memory.Run, buffers: list[Tensor] | None = None
+) -> tuple[list[Tensor], _engine.Outcome]:
+    """The gradients of all samples, into `buffers` where they are given."""
+    outcomes: list[_engine.Outcome] = []
+    places: list[Tensor | None] = []
+    whole = buffers or []
+
+    def take(part: _engine.Part[DenseSink]) -> None:
+        nonlocal whole
+        rows = part.sink.result()
+        outcomes.append(part.outcome)
+        places.append(part.index)
+        if part.index is None:
+            whole = rows
+            return
+        whole = whole or [_alloc.empty((problem.n, *p.shape), p) for p in problem.params]
+        for target, found in zip(whole, rows, strict=True):
+            target.index_copy_(0, part.index.to(target.device), found)
+
+    run(problem, lambda p: DenseSink(p.params, p.n, buffers if p is problem else None), take)
+    return whole, _engine.join(outcomes, places)
+
+
+def _measured(problem: Problem, run: _memory.Run) -> object:
+    """`_written` as a chunk of a larger call does it: into memory that is there."""
+    return _written(problem, run, [p.new_empty(problem.n, *p.shape) for p in problem.params])
+
+
+def grads_work(problem: Problem) -> _memory.Work:
+    """per_sample_grads, for those who ask what it allocates."""
+    return _memory.Work("grads", _measured, sum(p.numel() * p.element_size() for p in problem.params))
+
+
 def _chunked(problem: Problem, step: int, buffers: list[Tensor] | None) -> tuple[list[Tensor], _engine.Outcome]:
     """The engine over chunks of `step` samples, each writing its rows of the result."""
     if problem.n == 0:
         return _nothing(problem, buffers)
     if step >= problem.n:
-        sink = DenseSink(problem.params, problem.n, buffers)
-        outcome = _engine.run(problem, sink)
-        return sink.result(), outcome
+        return _written(problem, _engine.run, buffers)
     whole = buffers or [_alloc.empty((problem.n, *p.shape), p) for p in problem.params]
     outcomes = []
     for start in range(0, problem.n, step):
         rows = slice(start, start + step)
-        part = problem.rows(rows)
-        sink = DenseSink(problem.params, part.n, [t[rows] for t in whole])
-        outcomes.append(_engine.run(part, sink))
-        sink.result()
+        outcomes.append(_written(problem.rows(rows), _engine.run, [t[rows] for t in whole])[1])
     return whole, _engine.join(outcomes)
 
 

@@ -7,9 +7,9 @@ whole call. Where samples disagree on a branch, the batch is split and each part
 import contextlib
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import optree
 import torch
@@ -20,7 +20,9 @@ from ._errors import ArgumentError, FallbackWarning, PsgradError, UnsupportedOpE
 from ._intercept import Diverged, Intercept, Use, Written
 from ._param import Source
 from ._problem import Problem, generators, rewind
-from ._sink import DenseSink
+from ._sink import DenseSink, FactorSink
+
+S = TypeVar("S", DenseSink, FactorSink)
 
 
 class Outcome(NamedTuple):
@@ -41,22 +43,68 @@ def differentiating() -> contextlib.AbstractContextManager[Any]:
     return stack
 
 
-def run(problem: Problem, sink: DenseSink, *, quiet: bool = False, writes: bool = False) -> Outcome:
-    """Per-sample gradients into `sink`.
+class Part(NamedTuple, Generic[S]):
+    """Samples that ran together: which rows of the problem they are, in that order, and what came out."""
 
-    `quiet` keeps fallbacks to itself; `writes`: `fn` changes its sample in place, so each attempt gets a copy.
+    index: Tensor | None  # None: all
+    sink: S
+    outcome: Outcome
+
+
+def run(
+    problem: Problem,
+    sink: Callable[[Problem], S],
+    take: Callable[[Part[S]], None],
+    *,
+    quiet: bool = False,
+    writes: bool = False,
+) -> None:
+    """Per-sample gradients, part by part: each goes to `take`, with a sink of its own.
+
+    One part of all samples where that can be. `quiet` keeps fallbacks to itself; `writes`: `fn` changes its
+    sample in place, so each attempt gets a copy.
     """
+    found = _attempt(problem, sink(problem), writes)
+    if isinstance(found, Part):
+        take(found)
+    elif found.writes:
+        run(problem, sink, take, quiet=quiet, writes=True)
+    elif not found.groups:
+        reason = f"psgrad runs fn in a loop over samples: exact, but slow\n  vmap refused at {found.where}: {found.why}"
+        _looped(problem, sink, take, None if quiet else reason)
+    else:
+        if len(found.groups) > max(8, problem.n // 2) and not quiet:
+            _warn(f"psgrad runs fn on {len(found.groups)} groups of {problem.n} samples, which disagree at {found.where}")
+        for index in found.groups:  # each on its own
+            run(problem.rows(index), sink, partial(_take_of, take, index), quiet=quiet, writes=writes)
+
+
+def _take_of(take: Callable[[Part[S]], None], index: Tensor, part: Part[S]) -> None:
+    """A part of the samples `index` as a part of all."""
+    take(part._replace(index=index if part.index is None else index[part.index.to(index.device)]))
+
+
+class _Refusal(NamedTuple):
+    """Why the samples cannot run all at once, in words: an exception's traceback would hold the attempt's tensors."""
+
+    groups: list[Tensor]  # samples that agree on a branch
+    where: str = ""
+    why: str = ""
+    writes: bool = False
+
+
+def _attempt(problem: Problem, sink: S, writes: bool) -> Part[S] | _Refusal:
     attempt = problem.copied() if writes else problem
     versions = [t._version for t in problem.batch if isinstance(t, Tensor)]
     try:
         if problem.randomness == "different":
-            return vmapped(attempt, sink)
+            return Part(None, sink, vmapped(attempt, sink))
         with _draws(problem):
-            return vmapped(attempt, sink)
-    except Diverged as diverged:  # an exception's traceback holds the attempt's tensors: keep words only
-        groups, where, why = diverged.groups, place_of(diverged), ""
+            return Part(None, sink, vmapped(attempt, sink))
+    except Diverged as diverged:
+        refusal = _Refusal(diverged.groups, place_of(diverged))
     except Written:
-        return run(problem, sink, quiet=quiet, writes=True)
+        return _Refusal([], writes=True)
     except PsgradError:
         raise
     except Exception as error:
@@ -64,23 +112,13 @@ def run(problem: Problem, sink: DenseSink, *, quiet: bool = False, writes: bool 
             raise
         if problem.randomness == "error" and "randomness error mode" in str(error):
             raise _drawing(place_of(error)) from None
-        groups, where = [], place_of(error)
         why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        refusal = _Refusal([], place_of(error), why)
     if [t._version for t in problem.batch if isinstance(t, Tensor)] != versions:
         raise UnsupportedOpError(
             "fn changes its sample in place, and has to run more than once\n  change a clone of the sample instead."
         )
-    if not groups:
-        reason = f"psgrad runs fn in a loop over samples: exact, but slow\n  vmap refused at {where}: {why}"
-        return _looped(problem, sink, None if quiet else reason)
-    if len(groups) > max(8, problem.n // 2) and not quiet:
-        _warn(f"psgrad runs fn on {len(groups)} groups of {problem.n} samples, which disagree at {where}")
-    outcomes = []
-    for index in groups:  # each on its own, put back in order
-        part = DenseSink(problem.params, len(index))
-        outcomes.append(run(problem.rows(index), part, quiet=quiet, writes=writes))
-        sink.put(index, part)
-    return join(outcomes, torch.cat(groups))
+    return refusal
 
 
 def _warn(message: str) -> None:
@@ -138,13 +176,7 @@ def _backward(losses: Tensor, mode: Intercept, count: int, sink: Any) -> None:
             mode.note_unseen(source)
     derived = [source for source in mode.sources[count:] if sink.has(source)]
     if derived:
-        rows = [sink.take(source) for source in derived]
-        values = [source.traced() for source in derived]
-        roots = [source.traced() for source in mode.sources[:count]]
-        pulled = torch.autograd.grad(values, roots, rows, is_grads_batched=True, allow_unused=True)
-        for source, grad in zip(mode.sources[:count], pulled, strict=True):
-            if grad is not None:
-                sink.add_dense(source, grad)
+        sink.pull(derived, mode.sources[:count])
 
 
 def _restrided(losses: Tensor) -> list[Any]:
@@ -203,8 +235,11 @@ def _drawing(where: str) -> ArgumentError:
     )
 
 
-def join(outcomes: list[Outcome], index: Tensor | None = None) -> Outcome:
-    """Outcomes of parts as one; row i of the joined parts is sample index[i]."""
+def join(outcomes: list[Outcome], places: Sequence[Tensor | None] = ()) -> Outcome:
+    """Outcomes of parts as one; `places` are the samples of each part, where they are not in order."""
+    if len(outcomes) == 1 and (not places or places[0] is None):
+        return outcomes[0]
+    index = torch.cat([p for p in places if p is not None]) if places else None
     first = outcomes[0]
     for other in outcomes[1:]:
         if other.aux_spec != first.aux_spec:
@@ -232,27 +267,29 @@ def join(outcomes: list[Outcome], index: Tensor | None = None) -> Outcome:
     )
 
 
-def _looped(problem: Problem, sink: DenseSink, warning: str | None) -> Outcome:
+def _looped(
+    problem: Problem, sink: Callable[[Problem], S], take: Callable[[Part[S]], None], warning: str | None
+) -> None:
     """One sample after the other, by ordinary autograd. An error that `fn` raises there is the user's own."""
-    outcomes: list[Outcome] = []
-    sink.reset()
     for i in range(problem.n):
+        one = problem.rows(slice(i, i + 1))
         copies = [p.clone() for p in problem.params]  # whatever fn does to them stays here
         with _draws(problem):
             params = [p.detach().requires_grad_() for p in copies]
-            loss, aux, spec = problem.call(params, problem.rows(slice(i, i + 1)).copied().sample(0))
+            loss, aux, spec = problem.call(params, one.copied().sample(0))
         for name, p in zip(problem.names, copies, strict=True) if any(p._version for p in copies) else ():
             if p._version:
                 raise UnsupportedOpError(
                     f"fn changes {name} in place\n"
                     "  per-sample gradients need parameters that stay put: change a clone instead."
                 )
-        grads = torch.autograd.grad(loss, params, materialize_grads=True) if loss.requires_grad else None
+        row = sink(one)
+        if loss.requires_grad:
+            row.put([g[None] for g in torch.autograd.grad(loss, params, materialize_grads=True)])
         if i == 0 and warning is not None:  # a sample alone works, so it was vmap that refused
             _warn(warning)
-        sink.put_row(i, grads)
-        outcomes.append(Outcome(loss.detach()[None].clone(), [a[None] for a in aux], spec))
-    return join(outcomes)
+        outcome = Outcome(loss.detach()[None].clone(), [a[None] for a in aux], spec)
+        take(Part(torch.tensor([i]), row, outcome))
 
 
 def _callers_level() -> int:

@@ -1,28 +1,115 @@
 """Factors: the N per-sample gradients of one parameter at one call, unmaterialised.
 
 A rule says which factor its backward yields; everything that is computed from per-sample gradients is
-written once per factor type, here.
+written once per factor type. Sums are taken in float32 at least.
 """
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from math import prod
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from . import _alloc, _plan
-from ._patches import Patches as Patches
+
+F = TypeVar("F", bound="Factor")
 
 
-class Factor(Protocol):
-    """The per-sample gradients of one parameter at one call."""
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which numbers of `dtype` are summed."""
+    return torch.float32 if dtype.itemsize < 4 else dtype
+
+
+def widened(t: Tensor) -> Tensor:
+    return t.to(wide(t.dtype))
+
+
+def sq_norms_of(grads: Tensor) -> Tensor:
+    """Squared norms (N,) of gradients (N, *shape)."""
+    flat = grads.reshape(len(grads), -1)  # vector_norm: a tenth of the time of bmm or einsum
+    return torch.linalg.vector_norm(flat, dim=1, dtype=wide(grads.dtype)).square()
+
+
+def weighted_sum_of(grads: Tensor, w: Tensor | None) -> Tensor:
+    """Gradients (N, *shape) summed with weights (N,), or as they are."""
+    if w is None:
+        return grads.sum(0, dtype=wide(grads.dtype))
+    return (w.to(wide(grads.dtype)) @ widened(grads).reshape(len(grads), -1)).view(grads.shape[1:])
+
+
+def scaled(g: Tensor, w: Tensor | None) -> Tensor:
+    """Row n of `g` times w[n], in the dtype for sums."""
+    g = widened(g)
+    return g if w is None else g * w.to(g.dtype).view(-1, *[1] * (g.dim() - 1))
+
+
+class Factor:
+    """The per-sample gradients of one parameter at one call. A type is a frozen dataclass of tensors with
+    the sample axis in front; all but `dense`, `plan` and `shape` has a default."""
 
     @property
     def plan(self) -> _plan.Plan:
         """How `dense` goes about it, and what that costs."""
+        raise NotImplementedError
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one sample's gradient."""
+        raise NotImplementedError
 
     def dense(self, out: Tensor | None = None) -> Tensor:
         """The gradients (N, *shape), written into `out` where it is given."""
+        raise NotImplementedError
+
+    def tensors(self) -> list[Tensor]:
+        """What is held, sample axis first."""
+        return [v for f in fields(self) if isinstance(v := getattr(self, f.name), Tensor)]  # type: ignore[arg-type]
+
+    def each(self: F, change: Callable[[Tensor], Tensor]) -> F:
+        """The same with every tensor changed."""
+        held: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        changed = {name: change(v) for name, v in held.items() if isinstance(v, Tensor)}
+        return replace(self, **changed)  # type: ignore[type-var]
+
+    def __len__(self) -> int:
+        return len(self.tensors()[0])
+
+    def select(self: F, index: slice | Tensor) -> F:
+        """The factor of some of the samples."""
+        return self.each(lambda t: t[index])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensors()[-1].dtype
+
+    def tiles(self: F, bytes_each: int | None = None) -> Iterator[tuple[slice, F]]:
+        """The factor a few samples at a time, so that their gradients fit the workspace."""
+        n = len(self)
+        step = _plan.samples_at_once(prod(self.shape) * self.dtype.itemsize if bytes_each is None else bytes_each)
+        for start in range(0, n, step):
+            rows = slice(start, min(start + step, n))
+            yield rows, self if step >= n else self.select(rows)
+
+    def sq_norms(self) -> Tensor:
+        """Squared norms (N,)."""
+        return torch.cat([sq_norms_of(part.dense()) for _, part in self.tiles()])
+
+    def weighted_sum(self, w: Tensor | None = None) -> Tensor:
+        """The sum over n of w[n] times gradient n; without `w` of the gradients."""
+        sums = (weighted_sum_of(part.dense(), None if w is None else w[rows]) for rows, part in self.tiles())
+        total = next(sums)
+        for part in sums:
+            total += part
+        return total
+
+    def spread(self, mean: Tensor) -> Tensor:
+        """The sum over n of the squares of gradient n - mean."""
+        total = torch.zeros_like(mean)
+        for _, part in self.tiles():
+            total += (widened(part.dense()) - mean).square_().sum(0)
+        return total
 
 
 def _keep(grads: Tensor, out: Tensor | None) -> Tensor:
@@ -35,8 +122,8 @@ def as_rows(t: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Dense:
-    """Gradients that are there already. The tensor belongs to the factor: nobody else holds it."""
+class Dense(Factor):
+    """Gradients that are there already. The tensor belongs to the factor: nobody else changes it."""
 
     grads: Tensor  # (N, *shape)
 
@@ -44,12 +131,22 @@ class Dense:
     def plan(self) -> _plan.Plan:
         return _plan.Plan("as it is", 0, 0)
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.grads.shape[1:])
+
     def dense(self, out: Tensor | None = None) -> Tensor:
         return _keep(self.grads, out)
 
+    def sq_norms(self) -> Tensor:
+        return sq_norms_of(self.grads)
+
+    def weighted_sum(self, w: Tensor | None = None) -> Tensor:
+        return weighted_sum_of(self.grads, w)
+
 
 @dataclass(frozen=True, eq=False)
-class Outer:
+class Outer(Factor):
     """Gradients of a matrix, or of H of them: for sample n, the sum over t of g[n, t] x[n, t]^T."""
 
     x: Tensor  # (N, T, I) or (N, H, T, I)
@@ -58,6 +155,10 @@ class Outer:
     @property
     def plan(self) -> _plan.Plan:
         return _plan.Plan("bmm" if self.x.shape[-2] > 1 else "mul", self.x.numel() * self.g.shape[-1], 0)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.x.shape[1:-2], self.g.shape[-1], self.x.shape[-1])
 
     def dense(self, out: Tensor | None = None) -> Tensor:
         x, g = self.x, self.g
@@ -74,9 +175,48 @@ class Outer:
             return out
         return product(g.mT, x, out=out)
 
+    def sq_norms(self) -> Tensor:
+        x, g = self.x, self.g
+        if x.dim() == 4:
+            return Outer(x.flatten(0, 1), g.flatten(0, 1)).sq_norms().view(x.shape[:2]).sum(1)
+        n, t, i = x.shape
+        if t == 1:
+            return sq_norms_of(x).mul_(sq_norms_of(g))
+        plan = _plan.outer_norms(n, t, i, g.shape[-1], x.element_size())
+        return self.by_gram() if plan.strategy == "gram" else super().sq_norms()
+
+    def by_gram(self) -> Tensor:
+        """sum over t, s of (x[t] . x[s]) (g[t] . g[s]), in blocks of t and s: half of them, by symmetry."""
+        n, t, _ = self.x.shape
+        size = _plan.gram_block(t)
+        blocks = [slice(start, start + size) for start in range(0, t, size)]
+        found = []
+        for _, part in self.tiles(2 * size * size * 4):
+            x, g = widened(part.x), widened(part.g)
+            total = x.new_zeros(len(x))
+            for k, a in enumerate(blocks):
+                for b in blocks[k:]:
+                    products = torch.bmm(x[:, a], x[:, b].mT).mul_(torch.bmm(g[:, a], g[:, b].mT))
+                    total.add_(products.flatten(1).sum(1), alpha=1 if a is b else 2)
+            found.append(total)
+        return torch.cat(found) if len(found) != 1 else found[0]
+
+    def weighted_sum(self, w: Tensor | None = None) -> Tensor:
+        x, g = widened(self.x), scaled(self.g, w)
+        if x.dim() == 4:  # each head alone
+            x, g = x.transpose(0, 1).flatten(1, 2), g.transpose(0, 1).flatten(1, 2)
+            return g.mT @ x
+        return g.flatten(0, 1).mT @ x.flatten(0, 1)
+
+    def spread(self, mean: Tensor) -> Tensor:
+        if self.x.dim() == 4 or self.x.shape[1] != 1 or self.x.device.type == "mps":  # which has no float64
+            return super().spread(mean)
+        x, g = self.x[:, 0].double(), self.g[:, 0].double()  # one product; float64 for the difference that follows
+        return (g.square().mT @ x.square() - len(x) * mean.double().square()).clamp_(min=0).to(mean.dtype)
+
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class Rows(Factor):
     """Gradients of a table of rows: for sample n, g[n, t] added to row index[n, t]."""
 
     index: Tensor  # (N, T)
@@ -87,6 +227,10 @@ class Rows:
     def plan(self) -> _plan.Plan:
         return _plan.Plan("index_add", self.g.numel(), 0)
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.rows, self.g.shape[-1]
+
     def dense(self, out: Tensor | None = None) -> Tensor:
         (n, _, d), v = self.g.shape, self.rows
         grads = out if out is not None and out.is_contiguous() and out.dtype == self.g.dtype else None
@@ -94,3 +238,89 @@ class Rows:
         flat = (self.index + v * torch.arange(n, device=self.g.device)[:, None]).flatten()
         grads.view(n * v, d).index_add_(0, flat, self.g.flatten(0, 1))
         return grads if out is None or grads is out else out.copy_(grads)
+
+    def sq_norms(self) -> Tensor:
+        n, t, d = self.g.shape
+        if t == 1:
+            return sq_norms_of(self.g)
+        return torch.cat([part._by_segments() for _, part in self.tiles(t * d * self.g.element_size())])
+
+    def _by_segments(self) -> Tensor:
+        """Each sample's rows with one index added up, in a table of T rows in place of V."""
+        n, t, d = self.g.shape
+        ordered, order = self.index.sort(dim=1)
+        begins = torch.zeros_like(ordered)
+        begins[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+        segment = torch.empty_like(ordered).scatter_(1, order, begins.cumsum(1))
+        return sq_norms_of(Rows(segment, widened(self.g), t).dense())
+
+    def weighted_sum(self, w: Tensor | None = None) -> Tensor:
+        g = scaled(self.g, w).flatten(0, 1)
+        return g.new_zeros(self.shape).index_add_(0, self.index.flatten(), g)
+
+    def spread(self, mean: Tensor) -> Tensor:
+        """Rows that a sample does not touch differ from the mean by the mean."""
+        n, t, d = self.g.shape
+        total = len(self) * mean.square()
+        for _, part in self.tiles(3 * t * d * self.g.element_size()):
+            index, sums = part._summed()
+            there = widened(sums)
+            total.index_add_(0, index, there.square() - 2 * there * mean[index])
+        return total.clamp_(min=0)
+
+    def _summed(self) -> tuple[Tensor, Tensor]:
+        """The rows that each sample touches, once each: their indices (U,) and gradients (U, D)."""
+        keys = (self.index + self.rows * torch.arange(len(self), device=self.index.device)[:, None]).flatten()
+        found, where = torch.unique(keys, return_inverse=True)
+        g = widened(self.g).flatten(0, 1)
+        return found % self.rows, g.new_zeros(len(found), g.shape[1]).index_add_(0, where, g)
+
+
+@dataclass(frozen=True, eq=False)
+class Tied(Factor):
+    """A table read by index and multiplied as a matrix, as language models tie embedding and head."""
+
+    outer: Outer  # x (N, S, D), g (N, S, V)
+    rows: Rows  # index (N, T), g (N, T, D)
+
+    @property
+    def plan(self) -> _plan.Plan:
+        return _plan.Plan("bmm, index_add", self.outer.plan.flops + self.rows.plan.flops, 0)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.rows.shape
+
+    def tensors(self) -> list[Tensor]:
+        return self.outer.tensors() + self.rows.tensors()
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Tied":
+        return Tied(self.outer.each(change), self.rows.each(change))
+
+    def dense(self, out: Tensor | None = None) -> Tensor:
+        grads = self.outer.dense(out)
+        n, v, d = grads.shape
+        n_index = torch.arange(n, device=grads.device)[:, None].expand(self.rows.index.shape)
+        return grads.index_put_((n_index, self.rows.index), self.rows.g.to(grads.dtype), accumulate=True)
+
+    def sq_norms(self) -> Tensor:
+        return (self.outer.sq_norms() + self.rows.sq_norms() + 2 * self._crossed()).clamp_(min=0)
+
+    def _crossed(self) -> Tensor:
+        """<outer, rows> = sum over t, s of outer.g[s, index[t]] (rows.g[t] . outer.x[s])."""
+        s = self.outer.x.shape[1]
+        size = _plan.gram_block(self.rows.index.shape[1])
+        found = []
+        for _, part in self.tiles(2 * size * s * 4):
+            x = widened(part.outer.x)
+            total = x.new_zeros(len(x))
+            for g, index in zip(part.rows.g.split(size, 1), part.rows.index.split(size, 1), strict=True):
+                products = torch.bmm(x, widened(g).mT)  # (N, S, T)
+                picked = part.outer.g.gather(2, index[:, None, :].expand(products.shape))
+                total += products.mul_(picked).flatten(1).sum(1)
+            found.append(total)
+        return torch.cat(found)
+
+    def weighted_sum(self, w: Tensor | None = None) -> Tensor:
+        total = self.outer.weighted_sum(w)
+        return total.index_add_(0, self.rows.index.flatten(), scaled(self.rows.g, w).flatten(0, 1).to(total.dtype))

@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -15,7 +15,8 @@ from . import _engine
 from ._errors import ArgumentError, PsgradError
 from ._intercept import Diverged
 from ._problem import Problem
-from ._sink import DenseSink
+
+Run = Callable[[Problem, Callable[[Problem], Any], Callable[[Any], None]], None]  # `_engine.run`, or a stand-in
 
 
 class Meter(TorchDispatchMode):
@@ -64,58 +65,71 @@ def _first(problem: Problem, n: int) -> Problem:
     return problem.rows(slice(0, n)).copied()
 
 
-def _peak(problem: Problem, run: Callable[[Problem, DenseSink], object]) -> int:
-    """Bytes that `run` allocates beyond its inputs and its result."""
-    buffers = [p.new_empty(problem.n, *p.shape) for p in problem.params]
-    inputs = [t for t in (*problem.params, *problem.batch, *buffers) if isinstance(t, Tensor)]
+class Work(NamedTuple):
+    """What a public function does with the samples that it runs at once."""
+
+    name: str
+    do: Callable[[Problem, Run], object]
+    result: int = 0  # bytes per sample that stay, and do not count
+
+
+def _peak(problem: Problem, work: Work, run: Run) -> int:
+    """Bytes that `work` allocates beyond its inputs and its result."""
+    inputs = [t for t in (*problem.params, *problem.batch) if isinstance(t, Tensor)]
     with Meter(inputs) as meter:
-        run(problem, DenseSink(problem.params, problem.n, buffers))
-    return int(meter.peak)
+        kept = work.do(problem, run)
+    del kept
+    return max(0, int(meter.peak) - problem.n * work.result)
 
 
-def peak_bytes(problem: Problem, n: int, parted: bool = False) -> int:
-    """What a run on n samples allocates beyond its inputs and its result.
+def _at_once(problem: Problem, sink: Callable[[Problem], Any], take: Callable[[Any], None]) -> None:
+    """All samples, or an error."""
+    found = sink(problem)
+    take(_engine.Part(None, found, _engine.vmapped(problem, found)))
 
-    `parted`: also where samples disagree and each part holds gradients of its own before they are put
+
+def peak_bytes(problem: Problem, n: int, work: Work, parted: bool = False) -> int:
+    """What `work` on n samples allocates beyond its inputs and its result.
+
+    `parted`: also where samples disagree and each part holds results of its own before they are put
     together. On shapes alone where `fn` allows it; where it looks at values, from runs on one and on two samples.
     """
     try:
         with fake(problem) as shapes:
-            return _peak(_first(shapes, n), _engine.vmapped)
+            return _peak(_first(shapes, n), work, _at_once)
     except PsgradError:
         raise
     except (Exception, Diverged):
         with _engine.differentiating(), _engine.generators_kept(problem):
             run = partial(_engine.run, quiet=True)
-            one = _peak(_first(problem, 1), run)
-            two = _peak(_first(problem, 2), run) if n > 1 and problem.n > 1 else one
-        row = sum(p.numel() * p.element_size() for p in problem.params) if parted else 0
-        return one + (n - 1) * max(two - one, 0) + n * row
+            one = _peak(_first(problem, 1), work, run)
+            two = _peak(_first(problem, 2), work, run) if n > 1 and problem.n > 1 else one
+        return one + (n - 1) * max(two - one, 0) + n * (work.result if parted else 0)
 
 
 _CHOSEN: "weakref.WeakKeyDictionary[Any, dict[Any, int]]" = weakref.WeakKeyDictionary()
 
 
-def chunk_size(problem: Problem, max_bytes: int) -> int:
+def chunk_size(problem: Problem, max_bytes: int, work: Work) -> int:
     """The most samples, or nearly, that can run at once within `max_bytes`."""
     tensors = [t for t in (*problem.params, *problem.batch) if isinstance(t, Tensor)]
     shapes = tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
-    key = (max_bytes, shapes, tuple(problem.batched), problem.randomness, problem.has_aux)
+    key = (work.name, max_bytes, shapes, tuple(problem.batched), problem.randomness, problem.has_aux)
     try:
         known = _CHOSEN.setdefault(problem.fn, {})  # a choice of memory, never of the answer: safe to remember
     except TypeError:  # a callable that takes no weak reference
         known = {}
     if key not in known:
-        known[key] = _choose(problem, max_bytes)
+        known[key] = _choose(problem, max_bytes, work)
     return known[key]
 
 
-def _choose(problem: Problem, max_bytes: int) -> int:
-    top = peak_bytes(problem, problem.n, True)
+def _choose(problem: Problem, max_bytes: int, work: Work) -> int:
+    top = peak_bytes(problem, problem.n, work, True)
     if top <= max_bytes or problem.n == 1:
         low, least = problem.n, top
     else:
-        low, least = 1, peak_bytes(problem, 1, True)
+        low, least = 1, peak_bytes(problem, 1, work, True)
     if least > max_bytes:
         raise ArgumentError(
             f"max_bytes={max_bytes:,} is too little: one sample at a time needs {least:,}\n"
@@ -127,7 +141,7 @@ def _choose(problem: Problem, max_bytes: int) -> int:
             break
         share = (max_bytes - low_bytes) / max(high_bytes - low_bytes, 1)
         middle = min(max(low + int(share * (high - low)), low + 1), high - 1)
-        size = peak_bytes(problem, middle, True)
+        size = peak_bytes(problem, middle, work, True)
         if size <= max_bytes:
             low, low_bytes = middle, size
         else:

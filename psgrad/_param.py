@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +12,53 @@ from torch import Tensor
 def shares_memory(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are views of one storage."""
     return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
+
+
+class Region(NamedTuple):
+    """A part of a parameter: a view of it, were it laid out contiguously."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    def of(self, t: Tensor) -> Tensor:
+        """This part of `t`, a contiguous tensor like the parameter."""
+        return t.as_strided(self.shape, self.strides, t.storage_offset() + self.offset)
+
+    def rows(self, grads: Tensor) -> Tensor:
+        """This part of `grads`, contiguous (N, *shape) gradients of the parameter."""
+        shape, strides = (len(grads), *self.shape), (prod(grads.shape[1:]), *self.strides)
+        return grads.as_strided(shape, strides, grads.storage_offset() + self.offset)
+
+    def coalesced(self) -> "Region":
+        """The same numbers in the same order along as few axes as can be."""
+        shape: list[int] = []
+        strides: list[int] = []
+        for size, stride in zip(self.shape, self.strides, strict=True):
+            if size == 1:
+                continue
+            if shape and strides[-1] == size * stride:
+                shape[-1], strides[-1] = shape[-1] * size, stride
+            else:
+                shape.append(size)
+                strides.append(stride)
+        return Region(tuple(shape), tuple(strides), self.offset)
+
+    @property
+    def last(self) -> int:
+        """The furthest number in it."""
+        return self.offset + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
+
+    @property
+    def mT(self) -> "Region":  # noqa: N802, as tensors have it
+        *shape, o, i = self.shape
+        *strides, by_o, by_i = self.strides
+        return Region((*shape, i, o), (*strides, by_i, by_o), self.offset)
+
+
+def whole_region(shape: torch.Size) -> Region:
+    """All of a parameter."""
+    return Region(tuple(shape), tuple(prod(shape[i + 1 :]) for i in range(len(shape))), 0)
 
 
 @dataclass(eq=False, slots=True)
@@ -76,8 +125,17 @@ class Param:
         """Whether every number of the source is here, once: a transposition or a new shape of it."""
         return self.value.numel() == self.source.value.numel() and 0 not in self.value.stride()
 
-    def rows(self, grads: Tensor) -> Tensor:
-        """This view's part of `grads`, the contiguous (N, *shape) gradients of the source."""
-        n, start = len(grads), self.value.storage_offset() - self.source.value.storage_offset()
-        strides = (self.source.value.numel(), *self.value.stride())
-        return grads.as_strided((n, *self.value.shape), strides, grads.storage_offset() + start)
+    @property
+    def region(self) -> Region:
+        """Which part of the source this is."""
+        offset = self.value.storage_offset() - self.source.value.storage_offset()
+        return Region(tuple(self.value.shape), self.value.stride(), int(offset))
+
+    def collapsed(self, grads: Tensor) -> tuple[Region, Tensor]:
+        """Gradients (N, *shape) of this view, summed along expanded axes, where one number stands for many."""
+        region = self.region
+        grads = grads.reshape(len(grads), *region.shape)
+        for axis, (size, stride) in enumerate(zip(region.shape, region.strides, strict=True)):
+            if size > 1 and stride == 0:
+                grads = grads.sum(axis + 1, keepdim=True)
+        return Region(tuple(grads.shape[1:]), region.strides, region.offset), grads

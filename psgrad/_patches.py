@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _alloc, _plan
+from ._factors import Factor, Outer, scaled, widened
 
 
 @dataclass(frozen=True, eq=False)
-class Patches:
+class Patches(Factor):
     """Gradients of a convolution's weight (O, C/G, *K), a sample being B images."""
 
     x: Tensor  # (N, B, C, *S)
@@ -24,9 +25,12 @@ class Patches:
     def plan(self) -> _plan.Plan:
         return _plan.conv_weight(self.x.shape, self.g.shape, self.geometry, self.kernel, self.x.element_size())
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.g.shape[2], self.x.shape[2] // self.geometry.groups, *self.kernel
+
     def dense(self, out: Tensor | None = None) -> Tensor:
-        n, o, c = len(self.x), self.g.shape[2], self.x.shape[2] // self.geometry.groups
-        shape = (n, o, c, *self.kernel)
+        shape = (len(self.x), *self.shape)
         strategy = self.plan.strategy
         if self.x.numel() == 0 or self.g.numel() == 0:
             return self.g.new_zeros(shape) if out is None else out.zero_()
@@ -77,6 +81,34 @@ class Patches:
         steps = [s * d for s, d in zip(by_s, dilation, strict=True)]
         moves = [s * d for s, d in zip(by_s, stride, strict=True)]
         return x.as_strided((n, c, *self.kernel, b, *self.g.shape[3:]), (by_n, by_c, *steps, by_b, *moves))
+
+
+    def sq_norms(self) -> Tensor:
+        plan = _plan.conv_norms(self.x.shape, self.g.shape, self.geometry, self.kernel, self.x.element_size())
+        return self._by_gram() if plan.strategy == "gram" else super().sq_norms()
+
+    def _by_gram(self) -> Tensor:
+        """Patches as the rows of an outer product, a few samples at a time."""
+        groups, (o, c, *_) = self.geometry.groups, self.shape
+        taps, positions = c * prod(self.kernel), size_of(self.g)
+        found = []
+        for _, part in self.tiles(groups * taps * positions * self.x.element_size()):
+            x = part._columns(part.x).reshape(-1, taps, positions).mT  # (N G, T, C/G K)
+            g = part.g.transpose(1, 2).reshape(-1, o // groups, positions).mT  # (N G, T, O/G)
+            found.append(Outer(x, g).by_gram().view(-1, groups).sum(1))
+        return torch.cat(found)
+
+    def weighted_sum(self, w: Tensor | None = None) -> Tensor:
+        """One ordinary weight gradient, of the cotangent scaled."""
+        if self.x.numel() == 0 or self.g.numel() == 0:
+            return widened(self.g).new_zeros(self.shape)
+        x, g = widened(self.x).flatten(0, 1), scaled(self.g, w).flatten(0, 1)
+        stride, padding, dilation, groups = self.geometry
+        weight = g.new_empty(1).expand(self.shape)  # only its shape is read
+        grads: Tensor = torch.ops.aten.convolution_backward(
+            g, x, weight, None, stride, padding, dilation, False, [0] * len(stride), groups, [False, True, False]
+        )[1]
+        return grads
 
 
 def size_of(g: Tensor) -> int:

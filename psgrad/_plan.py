@@ -29,6 +29,45 @@ def samples_at_once(bytes_each: int) -> int:
     return max(1, WORKSPACE // max(1, bytes_each))
 
 
+def gram_block(t: int) -> int:
+    """How many of T positions meet as many others at once, in a block of at most 1024 x 1024 products."""
+    return max(1, min(t, 1024))
+
+
+def outer_norms(n: int, t: int, i: int, o: int, itemsize: int) -> Plan:
+    """How to get squared norms of sums of T outer products, O x I each.
+
+    gram   inner products of the positions with each other: T^2 (I + O) multiply-adds.
+    tiles  the gradients written out, a few samples at a time: T I O.
+    """
+    gram, tiles = t * t * (i + o), t * i * o
+    if t > 0 and gram <= tiles:
+        block = gram_block(t)
+        return Plan("gram", n * gram, min(n, samples_at_once(8 * block * block)) * 8 * block * block)
+    return Plan("tiles", n * tiles, min(n, samples_at_once(i * o * itemsize)) * i * o * itemsize)
+
+
+def outer_dots(n: int, t: int, m: int, s: int, o: int, i: int) -> Plan:
+    """How to get N x M inner products of sums of T and of S outer products.
+
+    gram   every position with every other: N T M S (I + O) multiply-adds.
+    tiles  the gradients written out, a few rows at a time: (N T + M S + N M) I O.
+    """
+    gram, tiles = n * t * m * s * (i + o), (n * t + m * s + n * m) * i * o
+    if t * s > 0 and gram <= tiles:
+        return Plan("gram", gram, min(n, samples_at_once(8 * t * m * s)) * 8 * t * m * s)
+    return Plan("tiles", tiles, WORKSPACE)
+
+
+def conv_norms(
+    x: Sequence[int], g: Sequence[int], geometry: ConvGeometry, kernel: Sequence[int], itemsize: int
+) -> Plan:
+    """The same for a convolution's weight: its positions are those of the output, its inputs the patches."""
+    inputs, channels = x[2] // geometry.groups * prod(kernel), g[2] // geometry.groups
+    plan = outer_norms(x[0] * geometry.groups, x[1] * prod(g[3:]), inputs, channels, itemsize)
+    return plan if plan.strategy == "gram" else conv_weight(x, g, geometry, kernel, itemsize)._replace(strategy="tiles")
+
+
 def conv_weight(
     x: Sequence[int], g: Sequence[int], geometry: ConvGeometry, kernel: Sequence[int], itemsize: int
 ) -> Plan:

@@ -1,7 +1,7 @@
 """explain: what a call will do with every parameter, before it does it."""
 
 import html
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from . import _engine, _memory, _problem
+from ._api import grads_work
 from ._errors import PsgradError, place_of
 from ._factors import Factor
 from ._intercept import Diverged, Use
@@ -119,8 +120,11 @@ class _Listing:
     def has(self, source: Source) -> bool:
         return source.index in self.pulled
 
-    def take(self, source: Source) -> Tensor:
-        return torch.empty((), device=source.value.device).expand(len(source.leaf), *source.value.shape)
+    def pull(self, derived: Sequence[Source], roots: Sequence[Source]) -> None:
+        values, traced = [source.traced() for source in derived], [source.traced() for source in roots]
+        zeros = [torch.zeros_like(value) for value in values]
+        reached = torch.autograd.grad(values, traced, zeros, allow_unused=True)
+        self.pulled |= {source.index for source, grad in zip(roots, reached, strict=True) if grad is not None}
 
 
 def _listed(problem: Problem) -> tuple[list[Use], _Listing]:
@@ -163,6 +167,7 @@ def explain(
     """
     _problem.check_positive("max_bytes", max_bytes)
     problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness=randomness, has_aux=has_aux)
+    work = grads_work(problem)
     note, scale, size = "", 1, sum(p.numel() for p in problem.params)
     if problem.n == 0:
         return Report((), (), 0, size, 0, 0, None, "no samples: nothing runs")
@@ -188,8 +193,8 @@ def explain(
         problem.n,
         size,
         problem.n * sum(p.numel() * p.element_size() for p in problem.params),
-        _memory.peak_bytes(problem, problem.n),
-        None if max_bytes is None else _memory.chunk_size(problem, max_bytes),
+        _memory.peak_bytes(problem, problem.n, work),
+        None if max_bytes is None else _memory.chunk_size(problem, max_bytes, work),
         note,
     )
 

@@ -1,4 +1,4 @@
-"""Where factors go: a sink that materialises each one at once, so that what it holds can be freed."""
+"""Where the factors of a backward go: written out as they come, or kept."""
 
 from collections.abc import Sequence
 from math import prod
@@ -8,8 +8,9 @@ from torch import Tensor
 
 from . import _alloc
 from ._errors import ArgumentError
-from ._factors import Factor
-from ._param import Param, Source
+from ._factors import Dense, Factor
+from ._kept import Kept, Pulled, Term, grouped
+from ._param import Param, Source, whole_region
 
 
 class DenseSink:
@@ -20,14 +21,18 @@ class DenseSink:
         self.grads: dict[int, Tensor] = {}  # what has been written, by the source's index
         self.buffers = None if buffers is None else list(buffers)  # contiguous, where parameters are to be written
 
-    def reset(self) -> None:
-        self.grads.clear()
-
     def has(self, source: Source) -> bool:
         return source.index in self.grads
 
-    def take(self, source: Source) -> Tensor:
-        return self.grads.pop(source.index)
+    def pull(self, derived: Sequence[Source], roots: Sequence[Source]) -> None:
+        """Gradients of functions of parameters, passed on to the parameters."""
+        rows = [self.grads.pop(source.index) for source in derived]
+        values = [source.traced() for source in derived]
+        traced = [source.traced() for source in roots]
+        pulled = torch.autograd.grad(values, traced, rows, is_grads_batched=True, allow_unused=True)
+        for source, grads in zip(roots, pulled, strict=True):
+            if grads is not None:
+                self.add_dense(source, grads)
 
     def _buffer(self, index: int) -> Tensor | None:
         return self.buffers[index] if self.buffers is not None and index < len(self.buffers) else None
@@ -51,19 +56,15 @@ class DenseSink:
             return
         if written is None and param.covers:
             whole = _alloc.empty((self.n, *source.value.shape), source.value) if buffer is None else buffer
-            factor.dense(param.rows(whole))
+            factor.dense(param.region.rows(whole))
             self.grads[index] = whole
             return
         if written is None:
             shape = (self.n, *source.value.shape)
             written = (_alloc.empty(shape, source.value) if buffer is None else buffer).zero_()
             self.grads[index] = written
-        rows, grads = param.rows(written), factor.dense()
-        grads = grads.reshape(rows.shape)
-        for axis, (size, stride) in enumerate(zip(param.value.shape, param.value.stride(), strict=True), start=1):
-            if size > 1 and stride == 0:  # an expanded axis: one element stands for many
-                grads, rows = grads.sum(axis, keepdim=True), rows.narrow(axis, 0, 1)
-        rows.add_(grads)
+        region, grads = param.collapsed(factor.dense())
+        region.rows(written).add_(grads)
 
     def add_dense(self, source: Source, grads: Tensor) -> None:
         """Gradients of a whole source that autograd worked out."""
@@ -76,25 +77,10 @@ class DenseSink:
         else:  # autograd may hand out one tensor twice, or an expanded one
             self.grads[index] = grads.clone(memory_format=torch.contiguous_format)
 
-    def put(self, index: Tensor, part: "DenseSink") -> None:
-        """The finished gradients of the samples `index`."""
-        for i, grads in enumerate(part.result()):
-            self._whole(i).index_copy_(0, index.to(grads.device), grads)
-
-    def put_row(self, row: int, grads: Sequence[Tensor] | None) -> None:
-        """The gradients of one sample; None are zeros."""
-        for i in range(len(self.params)):
-            whole = self._whole(i)
-            if grads is None:
-                whole[row].zero_()
-            else:
-                whole[row].copy_(grads[i])
-
-    def _whole(self, i: int) -> Tensor:
-        if i not in self.grads:
-            buffer, p = self._buffer(i), self.params[i]
-            self.grads[i] = _alloc.empty((self.n, *p.shape), p) if buffer is None else buffer
-        return self.grads[i]
+    def put(self, grads: Sequence[Tensor]) -> None:
+        """Gradients of every parameter that somebody else worked out."""
+        for i, g in enumerate(grads):
+            self.grads[i] = g
 
     def result(self) -> list[Tensor]:
         """The gradients of every parameter; zeros where nothing used it."""
@@ -103,3 +89,49 @@ class DenseSink:
                 buffer = self._buffer(i)
                 self.grads[i] = p.new_zeros(self.n, *p.shape) if buffer is None else buffer.zero_()
         return [self.grads[i] for i in range(len(self.params))]
+
+
+class FactorSink:
+    """The factors themselves, without the graph they come from."""
+
+    def __init__(self, params: Sequence[Tensor], n: int) -> None:
+        self.params, self.n = list(params), n
+        self.terms: dict[int, list[Term]] = {}  # by the source's index
+
+    def has(self, source: Source) -> bool:
+        return source.index in self.terms
+
+    def add(self, param: Param, factor: Factor, use: object = None) -> None:
+        """A factor of a parameter, or of a view of one."""
+        region = param.region
+        factor = factor.each(Tensor.detach)
+        if any(size > 1 and stride == 0 for size, stride in zip(region.shape, region.strides, strict=True)):
+            region, grads = param.collapsed(factor.dense())
+            factor = Dense(grads)
+        self.terms.setdefault(param.source.index, []).append(Term(region, factor))
+
+    def add_dense(self, source: Source, grads: Tensor) -> None:
+        """Gradients of a whole source that autograd worked out."""
+        term = Term(whole_region(source.value.shape), Dense(grads.contiguous()))
+        self.terms.setdefault(source.index, []).append(term)
+
+    def pull(self, derived: Sequence[Source], roots: Sequence[Source]) -> None:
+        """Factors of functions of parameters, to be passed on to the parameters when somebody asks."""
+        values = tuple(source.traced() for source in derived)
+        kept = tuple(Kept(tuple(grouped(self.terms.pop(s.index), s.value.shape)), s.value.shape) for s in derived)
+        traced = [source.traced() for source in roots]
+        zeros = [torch.zeros_like(value) for value in values]
+        reached = torch.autograd.grad(values, traced, zeros, allow_unused=True, retain_graph=True)
+        for source, root, grad in zip(roots, traced, reached, strict=True):
+            if grad is not None:
+                term = Term(whole_region(source.value.shape), Pulled(kept, values, root))
+                self.terms.setdefault(source.index, []).append(term)
+
+    def put(self, grads: Sequence[Tensor]) -> None:
+        """Gradients of every parameter that somebody else worked out."""
+        for i, (p, g) in enumerate(zip(self.params, grads, strict=True)):
+            self.terms[i] = [Term(whole_region(p.shape), Dense(g))]
+
+    def result(self) -> "list[Kept]":
+        """What is known of each parameter's gradients."""
+        return [Kept(tuple(grouped(self.terms.pop(i, []), p.shape)), p.shape) for i, p in enumerate(self.params)]

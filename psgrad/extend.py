@@ -20,7 +20,8 @@ gets in the backward. Here is one for `torch.nn.functional.prelu` with a single 
 >>> psgrad.extend.unregister(rule)
 """
 
-from ._factors import Dense, Factor, Outer, Patches, Rows
+from ._factors import Dense, Factor, Outer, Rows
+from ._patches import Patches
 from ._plan import ConvGeometry, Plan
 from ._registry import Call, Decline, Fold, Needs, Param, Rule, register, unregister
 

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._factors import Dense, Factor, Patches
+from .._factors import Dense, Factor
+from .._patches import Patches
 from .._plan import ConvGeometry
 from .._registry import Call, Decline, Needs, Rule
 

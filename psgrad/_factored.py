@@ -1,0 +1,290 @@
+"""FactoredGrads: per-sample gradients that are not written out, and what can be asked of them."""
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from . import _alloc
+from ._errors import ArgumentError, ArgumentTypeError
+from ._factors import wide
+from ._kept import Kept
+
+
+class Meta(NamedTuple):
+    """A parameter but for its numbers."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def new(self, *lead: int) -> Tensor:
+        """Zeros like the parameter, or like so many of it, in the dtype for sums."""
+        return torch.zeros((*lead, *self.shape), dtype=wide(self.dtype), device=self.device)
+
+
+class Block(NamedTuple):
+    """Samples that ran together: their places, and what is kept of each parameter's gradients."""
+
+    index: Tensor | None  # (n,) among all samples; None: all, in order
+    kept: tuple[Kept, ...]
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Block":
+        index = None if self.index is None else change(self.index)
+        return Block(index, tuple(kept.each(change) for kept in self.kept))
+
+
+class FactoredGrads:
+    """The gradients of N samples, unmaterialised: one forward and one backward, then any number of questions.
+
+    >>> fn = lambda w, x: torch.tanh(w @ x).sum()
+    >>> fg = psgrad.factored_grads(fn, torch.ones(3, 2), torch.tensor([[0.0, 1.0], [0.0, 0.0], [1.0, -1.0]]))
+    >>> fg.norms()
+    tensor([0.7274, 0.0000, 2.4495])
+    >>> fg.clipped_sum(1.0).shape, fg.dots().shape, fg[1:].dense().shape
+    (torch.Size([3, 2]), torch.Size([3, 3]), torch.Size([2, 3, 2]))
+
+    Immutable; a pytree node for optree, whose leaves are the tensors it holds. Sums are taken in float32 at
+    least. The answers carry no graph.
+    """
+
+    __slots__ = ("_blocks", "_metas", "_n", "_spec", "aux", "values")
+
+    values: Tensor
+    aux: Any
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        metas: Sequence[Meta],
+        spec: optree.PyTreeSpec,
+        n: int,
+        values: Any,
+        aux: Any = None,
+    ) -> None:
+        held = (tuple(blocks), tuple(metas), n, spec, aux, values)
+        for name, value in zip(self.__slots__, held, strict=True):
+            object.__setattr__(self, name, value)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError("FactoredGrads is immutable")
+
+    __delattr__ = __setattr__  # type: ignore[assignment]
+
+    def __len__(self) -> int:
+        return self._n
+
+    def __repr__(self) -> str:
+        held = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self._tensors()}.values())
+        size = sum(prod(m.shape) for m in self._metas)
+        dense = self._n * sum(prod(m.shape) * m.dtype.itemsize for m in self._metas)
+        return f"FactoredGrads({self._n} samples x {size:,} parameters, holding {held:,} bytes; dense {dense:,})"
+
+    def _tensors(self) -> list[Tensor]:
+        return [t for block in self._blocks for kept in block.kept for t in kept.tensors()]
+
+    def _tree(self, leaves: Sequence[Any]) -> Any:
+        return optree.tree_unflatten(self._spec, list(leaves))
+
+    def _gathered(self, lead: tuple[int, ...], quantity: Callable[[Block], Tensor | None]) -> Tensor:
+        """Rows of every block at the places of their samples; None are zeros."""
+        like = self._metas[0]
+        dtype = wide(torch.promote_types(torch.float16, like.dtype))
+        for meta in self._metas:
+            dtype = torch.promote_types(dtype, wide(meta.dtype))
+        if len(self._blocks) == 1 and self._blocks[0].index is None:
+            found = quantity(self._blocks[0])
+            if found is not None:
+                return found.to(dtype)
+        out = torch.zeros(lead, dtype=dtype, device=like.device)
+        for block in self._blocks:
+            found = quantity(block)
+            if found is not None:
+                where = slice(None) if block.index is None else block.index
+                out[where] = found.to(dtype)
+        return out
+
+    # ---- one number per sample ----------------------------------------------------------------------------
+
+    def sq_norms(self, *, per_param: bool = False) -> Any:
+        """Squared norms (N,); with `per_param` those of each parameter, a pytree like params."""
+        if per_param:
+            return self._tree(
+                [self._gathered((self._n,), lambda b, i=i: b.kept[i].sq_norms()) for i in range(len(self._metas))]
+            )
+        return self._gathered((self._n,), lambda block: _added([kept.sq_norms() for kept in block.kept]))
+
+    def norms(self, *, per_param: bool = False) -> Any:
+        """Norms (N,); with `per_param` those of each parameter, a pytree like params."""
+        found = self.sq_norms(per_param=per_param)
+        return optree.tree_map(torch.sqrt, found) if per_param else found.sqrt()
+
+    # ---- one number per parameter -------------------------------------------------------------------------
+
+    def weighted_sum(self, weights: Tensor) -> Any:
+        """The sum over n of weights[n] times gradient n, a pytree like params.
+
+        A sample with weight 0 does not count, whatever its gradient: not even NaN.
+        """
+        return self._typed(self._sums(self._weights(weights)))
+
+    def sum(self) -> Any:
+        """The sum of the gradients, a pytree like params."""
+        return self._typed(self._sums(None))
+
+    def mean(self) -> Any:
+        """The mean of the gradients, a pytree like params."""
+        return self._typed([t / self._n for t in self._sums(None)])
+
+    def clipped_sum(self, max_norm: float) -> Any:
+        """The sum of the gradients, each scaled to norm `max_norm` where it is larger."""
+        return self._typed(self._sums((max_norm / self.norms()).clamp(max=1)))
+
+    def variance(self) -> Any:
+        """The unbiased variance over samples of every number of the parameters; NaN for fewer than two samples."""
+        mean = [t / self._n for t in self._sums(None)]
+        return self._typed([t / (self._n - 1) if self._n > 1 else t * torch.nan for t in self._spread(mean)])
+
+    def _typed(self, leaves: Sequence[Tensor]) -> Any:
+        return self._tree([t.to(m.dtype) for t, m in zip(leaves, self._metas, strict=True)])
+
+    def _weights(self, weights: Any) -> Tensor:
+        if not isinstance(weights, Tensor) or tuple(weights.shape) != (self._n,):
+            what = f"shape {tuple(weights.shape)}" if isinstance(weights, Tensor) else f"a {type(weights).__name__}"
+            raise ArgumentError(f"weights has {what}, not shape ({self._n},)\n  give one number per sample.")
+        return weights.detach()
+
+    def _sums(self, w: Tensor | None) -> list[Tensor]:
+        """Weighted sums of the gradients of each parameter, in the dtype for sums."""
+        if w is not None and bool((w == 0).any()):
+            there = w.nonzero()[:, 0]
+            return self[there]._sums(w[there])
+        totals: list[Tensor | None] = [None] * len(self._metas)
+        for block in self._blocks:
+            part = w if w is None or block.index is None else w[block.index]
+            for i, kept in enumerate(block.kept):
+                if kept.terms:
+                    found = kept.weighted_sum(part)
+                    totals[i] = found if totals[i] is None else totals[i].add_(found)  # type: ignore[union-attr]
+        return [meta.new() if t is None else t for t, meta in zip(totals, self._metas, strict=True)]
+
+    def _spread(self, mean: Sequence[Tensor]) -> list[Tensor]:
+        """The sums of squared differences from `mean`."""
+        totals = [meta.new() for meta in self._metas]
+        for block in self._blocks:
+            n = self._n if block.index is None else len(block.index)
+            for total, kept, m in zip(totals, block.kept, mean, strict=True):
+                total += kept.spread(m, n)
+        return totals
+
+    # ---- more than that -----------------------------------------------------------------------------------
+
+    def dots(self, other: "FactoredGrads | None" = None) -> Tensor:
+        """Inner products (N, M) of the gradients with those of `other`, or (N, N) with each other."""
+        if other is None:
+            other = self
+        if not isinstance(other, FactoredGrads):
+            raise ArgumentTypeError(
+                f"other is a {type(other).__name__}, not a FactoredGrads\n  give what factored_grads returned."
+            )
+        if other._spec != self._spec or [m.shape for m in other._metas] != [m.shape for m in self._metas]:
+            raise ArgumentError("other holds the gradients of other parameters\n  give the same params to both.")
+
+        def against(block: Block) -> Tensor:
+            return other._gathered(
+                (other._n, self._n if block.index is None else len(block.index)),
+                lambda b: _added([a.dots(k) for a, k in zip(b.kept, block.kept, strict=True)]),
+            ).mT
+
+        return self._gathered((self._n, other._n), against)
+
+    def dense(self) -> Any:
+        """The gradients written out: a pytree like params, leaves (N, *shape)."""
+        leaves = []
+        for i, (shape, dtype, device) in enumerate(self._metas):
+            like = torch.empty(0, dtype=dtype, device=device)
+            out = _alloc.empty((self._n, *shape), like)
+            for block in self._blocks:
+                if block.index is None:
+                    block.kept[i].dense(out)
+                else:
+                    rows = block.kept[i].dense(_alloc.empty((len(block.index), *shape), like))
+                    out.index_copy_(0, block.index, rows)
+            leaves.append(out)
+        return self._tree(leaves)
+
+    def __getitem__(self, index: Any) -> "FactoredGrads":
+        """The gradients of some samples: an int (kept as one sample), a slice, indices or a mask."""
+        chosen = self._chosen(index)
+        position = torch.arange(self._n, device=chosen.device)
+        blocks = []
+        for block in self._blocks:
+            places = position if block.index is None else block.index
+            local = torch.full((self._n,), -1, device=chosen.device)
+            local[places] = torch.arange(len(places), device=chosen.device)
+            here = local[chosen]
+            where = (here >= 0).nonzero()[:, 0]
+            if len(where):
+                kept = tuple(k.select(here[where]) for k in block.kept)
+                blocks.append(Block(None if len(where) == len(chosen) else where, kept))
+        aux = optree.tree_map(lambda t: t[chosen], self.aux)
+        return FactoredGrads(blocks, self._metas, self._spec, len(chosen), self.values[chosen], aux)
+
+    def _chosen(self, index: Any) -> Tensor:
+        device = self._metas[0].device
+        every = torch.arange(self._n, device=device)
+        if isinstance(index, Tensor) and index.dtype == torch.bool and tuple(index.shape) != (self._n,):
+            raise ArgumentError(f"a mask of shape {tuple(index.shape)} does not fit {self._n} samples\n  give one entry per sample.")
+        try:
+            chosen = every[index.to(device) if isinstance(index, Tensor) else index]
+        except (IndexError, TypeError) as error:
+            raise ArgumentError(
+                f"{index!r} does not index {self._n} samples: {error}\n  give an int, a slice, a tensor of indices or a mask."
+            ) from None
+        if chosen.dim() > 1:
+            raise ArgumentError("samples are indexed along one axis\n  give an int, a slice, a tensor of indices or a mask.")
+        return chosen.reshape(-1)
+
+    def to(self, device: Any) -> "FactoredGrads":
+        """The same on another device."""
+        moved = [block.each(lambda t: t.to(device)) for block in self._blocks]
+        metas = [m._replace(device=torch.device(device)) for m in self._metas]
+        aux = optree.tree_map(lambda t: t.to(device), self.aux)
+        return FactoredGrads(moved, metas, self._spec, self._n, self.values.to(device), aux)
+
+
+def _added(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """The sum of what is there."""
+    total: Tensor | None = None
+    for part in parts:
+        if part is not None:
+            total = part if total is None else total + part
+    return total
+
+
+# ---- as a pytree node ------------------------------------------------------------------------------------
+
+
+def _flatten(fg: FactoredGrads) -> tuple[tuple[Any, ...], Any]:
+    tensors: list[Tensor] = []
+
+    def collect(t: Tensor) -> Tensor:
+        tensors.append(t)
+        return t
+
+    for block in fg._blocks:
+        block.each(collect)
+    return (fg.values, fg.aux, *tensors), fg
+
+
+def _unflatten(like: FactoredGrads, children: Sequence[Any]) -> FactoredGrads:
+    values, aux, *rest = children
+    tensors = iter(rest)
+    blocks = [block.each(lambda _: next(tensors)) for block in like._blocks]
+    return FactoredGrads(blocks, like._metas, like._spec, like._n, values, aux)
+
+
+optree.register_pytree_node(FactoredGrads, _flatten, _unflatten, namespace=optree.registry.__GLOBAL_NAMESPACE)  # type: ignore[arg-type]

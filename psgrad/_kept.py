@@ -1,0 +1,277 @@
+"""All that is known of one parameter's per-sample gradients: factors of disjoint parts of it.
+
+A parameter that is used several times has several factors, and the norm of their sum needs their cross
+terms. Factors of one part and one kind become one factor (longer sums), a table that is read and multiplied
+becomes `Tied`, whatever meets a dense gradient is added to it; what is left, parts that overlap in odd ways,
+is written out a few samples at a time.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import _alloc, _pairs, _plan
+from ._factors import Dense, Factor, Outer, Rows, Tied, wide
+from ._param import Region, whole_region
+from ._patches import Patches
+
+
+class Term(NamedTuple):
+    """A factor, and the part of the parameter whose gradients it gives."""
+
+    region: Region
+    factor: Factor
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """The gradients of one parameter for N samples; zeros outside the terms' regions, which are disjoint."""
+
+    terms: tuple[Term, ...]
+    shape: torch.Size
+
+    @property
+    def whole(self) -> Factor | None:
+        """The one factor that stands for the parameter as it is, where there is one."""
+        if len(self.terms) == 1 and self.terms[0].region == whole_region(self.shape).coalesced():
+            return self.terms[0].factor
+        return None
+
+    def tensors(self) -> list[Tensor]:
+        return [t for term in self.terms for t in term.factor.tensors()]
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Kept":
+        return Kept(tuple(Term(region, factor.each(change)) for region, factor in self.terms), self.shape)
+
+    def select(self, index: slice | Tensor) -> "Kept":
+        return Kept(tuple(Term(region, factor.select(index)) for region, factor in self.terms), self.shape)
+
+    def sq_norms(self) -> Tensor | None:
+        """Squared norms (N,); None where all gradients are zero."""
+        total: Tensor | None = None
+        for _, factor in self.terms:
+            found = factor.sq_norms()
+            total = found if total is None else total + found
+        return total
+
+    def dense(self, out: Tensor) -> Tensor:
+        """The gradients, written into the contiguous (N, *shape) `out`."""
+        if (factor := self.whole) is not None:
+            grads = factor.dense(out)
+            return out if grads is out else out.copy_(grads.view(out.shape))
+        out.zero_()
+        for region, factor in self.terms:
+            target = region.rows(out)
+            target.copy_(factor.dense().reshape(target.shape))
+        return out
+
+    def weighted_sum(self, w: Tensor | None = None) -> Tensor:
+        """The sum over n of w[n] times gradient n, in the dtype for sums; there must be a term."""
+        if (factor := self.whole) is not None:
+            return factor.weighted_sum(w).view(self.shape)
+        like = self.terms[0].factor.tensors()[-1]
+        zeros = like.new_zeros(self.shape, dtype=wide(like.dtype))
+        return self._placed(zeros, lambda factor, _: factor.weighted_sum(w))
+
+    def spread(self, mean: Tensor, n: int) -> Tensor:
+        """The sum over n of the squares of gradient n - mean."""
+        out = n * mean.square()  # where no term says otherwise the gradients are zeros
+        return self._placed(out, lambda factor, region: factor.spread(region.of(mean).contiguous().view(factor.shape)))
+
+    def _placed(self, out: Tensor, quantity: Callable[[Factor, Region], Tensor]) -> Tensor:
+        for region, factor in self.terms:
+            target = region.of(out)
+            target.copy_(quantity(factor, region).view(target.shape))
+        return out
+
+    def dots(self, other: "Kept") -> Tensor | None:
+        """Inner products (N, M) with the gradients of other samples; None where all are zero."""
+        if not self.terms or not other.terms:
+            return None
+        if [t.region for t in self.terms] == [t.region for t in other.terms]:
+            pairs = [(a.factor, b.factor) for a, b in zip(self.terms, other.terms, strict=True)]
+        else:  # used in another way by the other samples
+            pairs = [(self._written(), other._written())]
+        total = _pairs.dots(*pairs[0])
+        for a, b in pairs[1:]:
+            total += _pairs.dots(a, b)
+        return total
+
+    def _written(self) -> Dense:
+        like = self.terms[0].factor.tensors()[-1]
+        n = len(self.terms[0].factor)
+        return Dense(self.dense(_alloc.empty((n, *self.shape), like)))
+
+
+@dataclass(frozen=True, eq=False)
+class Placed(Factor):
+    """The sum of factors of parts that overlap."""
+
+    terms: tuple[Term, ...]
+    whole: torch.Size
+
+    @property
+    def plan(self) -> _plan.Plan:
+        return _plan.Plan("one after the other", sum(factor.plan.flops for _, factor in self.terms), 0)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.whole)
+
+    def tensors(self) -> list[Tensor]:
+        return [t for term in self.terms for t in term.factor.tensors()]
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Placed":
+        return Placed(tuple(Term(region, factor.each(change)) for region, factor in self.terms), self.whole)
+
+    def dense(self, out: Tensor | None = None) -> Tensor:
+        if out is None or not out.is_contiguous():
+            last = self.tensors()[-1]
+            grads = _alloc.empty((len(self), *self.shape), last)
+        else:
+            grads = out
+        grads.zero_()
+        for region, factor in self.terms:
+            target = region.rows(grads)
+            target.add_(factor.dense().reshape(target.shape))
+        return grads if out is None or grads is out else out.copy_(grads)
+
+    def weighted_sum(self, w: Tensor | None = None) -> Tensor:
+        sums = [(region, factor.weighted_sum(w)) for region, factor in self.terms]
+        total = sums[0][1].new_zeros(self.shape)
+        for region, found in sums:
+            target = region.of(total)
+            target.add_(found.view(target.shape))
+        return total
+
+
+@dataclass(frozen=True, eq=False)
+class Pulled(Factor):
+    """Gradients that reach a parameter through functions of parameters alone, such as a weight norm.
+
+    Those functions are the same for every sample: sums go through their derivative once, gradients a few
+    samples at a time.
+    """
+
+    kept: tuple[Kept, ...]  # of each function's value
+    values: tuple[Tensor, ...]  # with the graph of the functions
+    root: Tensor  # the parameter in that graph
+
+    @property
+    def plan(self) -> _plan.Plan:
+        flops = sum(factor.plan.flops for kept in self.kept for _, factor in kept.terms)
+        return _plan.Plan("pulled back", flops, 0)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.root.shape)
+
+    def tensors(self) -> list[Tensor]:
+        return [t for kept in self.kept for t in kept.tensors()]
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Pulled":
+        return Pulled(tuple(kept.each(change) for kept in self.kept), self.values, self.root)
+
+    def _pull(self, grads: list[Tensor], batched: bool) -> Tensor:
+        with torch.inference_mode(False):
+            grads = [g.clone() if g.is_inference() else g for g in grads]
+            pulled: Any = torch.autograd.grad(
+                self.values, self.root, grads, is_grads_batched=batched, retain_graph=True, allow_unused=True
+            )
+        assert pulled[0] is not None, "a function of a parameter does not reach it; please report this"
+        result: Tensor = pulled[0]
+        return result
+
+    def dense(self, out: Tensor | None = None) -> Tensor:
+        n = len(self)
+        rows = [
+            kept.dense(value.new_empty(n, *value.shape)) for kept, value in zip(self.kept, self.values, strict=True)
+        ]
+        grads = self._pull(rows, True)
+        return grads if out is None else out.copy_(grads)
+
+    def weighted_sum(self, w: Tensor | None = None) -> Tensor:
+        sums = [k.weighted_sum(w).to(value.dtype) for k, value in zip(self.kept, self.values, strict=True)]
+        return self._pull(sums, False).to(wide(self.root.dtype))
+
+
+# ---- many factors to few ---------------------------------------------------------------------------------
+
+
+def grouped(terms: Sequence[Term], shape: torch.Size) -> list[Term]:
+    """The same gradients as factors of disjoint regions."""
+    by_region: dict[Region, list[Factor]] = {}
+    for region, factor in map(_upright, terms):
+        by_region.setdefault(region.coalesced(), []).append(factor)
+    found = [Term(region, _added(factors)) for region, factors in by_region.items()]
+    if len(found) > 1 and not _disjoint([region for region, _ in found], shape, found[0].factor.tensors()[0]):
+        return [Term(whole_region(shape).coalesced(), Placed(tuple(found), shape))]
+    return found
+
+
+def _upright(term: Term) -> Term:
+    """A matrix that is used transposed, as it is stored."""
+    region, factor = term
+    if type(factor) is Outer and len(region.shape) == 2 and region.strides[0] < region.strides[1]:
+        return Term(region.mT, Outer(factor.g, factor.x))
+    return term
+
+
+def _kind(factor: Factor) -> Any:
+    """What two factors must have in common to become one."""
+    common = type(factor), factor.shape, factor.dtype
+    if isinstance(factor, Patches):
+        return *common, factor.geometry, factor.x.shape[2:], factor.g.shape[2:]
+    return common if isinstance(factor, (Outer, Rows, Dense)) else id(factor)
+
+
+def _added(factors: list[Factor]) -> Factor:
+    """The sum of factors of one region, as one factor."""
+    if len(factors) == 1:
+        return factors[0]
+    kinds: dict[Any, list[Factor]] = {}
+    for factor in factors:
+        kinds.setdefault(_kind(factor), []).append(factor)
+    merged = [_joined(alike) if len(alike) > 1 else alike[0] for alike in kinds.values()]
+    if len(merged) == 1:
+        return merged[0]
+    dense = next((f for f in merged if isinstance(f, Dense)), None)
+    if dense is not None:  # N x P numbers are held anyway
+        total = dense.grads.clone()
+        for factor in merged:
+            for rows, part in factor.tiles() if factor is not dense else ():
+                total[rows] += part.dense().reshape(total[rows].shape)
+        return Dense(total)
+    outer, rows = (next((f for f in merged if type(f) is kind), None) for kind in (Outer, Rows))
+    if len(merged) == 2 and isinstance(outer, Outer) and isinstance(rows, Rows) and outer.shape == rows.shape:
+        return Tied(outer, rows)
+    shape = torch.Size(merged[0].shape)
+    return Placed(tuple(Term(whole_region(shape), factor) for factor in merged), shape)
+
+
+def _joined(alike: list[Factor]) -> Factor:
+    """Factors of one kind as one: sums over more positions."""
+    first = alike[0]
+    if isinstance(first, Dense):
+        return Dense(torch.stack([f.dense() for f in alike]).sum(0) if len(alike) > 2 else first.grads + alike[1].dense())
+    axis = -2 if isinstance(first, Outer) else 1
+    columns = iter(zip(*(f.tensors() for f in alike), strict=True))
+    return first.each(lambda _: torch.cat(next(columns), axis))
+
+
+def _disjoint(regions: list[Region], shape: torch.Size, like: Tensor) -> bool:
+    """Whether no number belongs to two regions."""
+    ordered = sorted(regions, key=lambda r: r.offset)
+    if all(a.last < b.offset for a, b in zip(ordered, ordered[1:], strict=False)):
+        return True
+    taken = like.new_zeros(prod(shape), dtype=torch.bool)
+    for region in regions:
+        part = region.of(taken)
+        if bool(part.any()):
+            return False
+        part.fill_(True)
+    return True

@@ -1,0 +1,119 @@
+"""Inner products between the gradients of two sets of samples, factor against factor."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+
+import torch
+from torch import Tensor
+
+from . import _plan
+from ._factors import Dense, Factor, Outer, Rows, Tied, wide, widened
+from ._patches import Patches
+
+
+def dots(a: Factor, b: Factor) -> Tensor:
+    """Inner products (N, M) of the gradients of N and of M samples, the parameter and its part being the same."""
+    total: Tensor | None = None
+    for one in _summands(a):
+        for other in _summands(b):
+            found = _dots(one, other)
+            total = found if total is None else total.add_(found)
+    assert total is not None
+    return total
+
+
+def _summands(factor: Factor) -> tuple[Factor, ...]:
+    return (factor.outer, factor.rows) if isinstance(factor, Tied) else (factor,)
+
+
+def _dots(a: Factor, b: Factor) -> Tensor:
+    if isinstance(a, Outer) and isinstance(b, Outer) and a.x.dim() == b.x.dim() == 3:
+        plan = _plan.outer_dots(*a.x.shape[:2], *b.x.shape[:2], *a.shape)
+        if plan.strategy == "gram":
+            return _by_gram(a, b)
+    if isinstance(a, Rows) and isinstance(b, Rows) and a.index.shape[1] == b.index.shape[1] == 1:
+        products = widened(a.g[:, 0]) @ widened(b.g[:, 0]).mT
+        return products.mul_(a.index == b.index.mT)
+    if isinstance(a, Rows) or isinstance(b, Rows):
+        touched = torch.unique(a.index if isinstance(a, Rows) else b.index)  # type: ignore[attr-defined]
+        a, b = _rows_of(a, touched), _rows_of(b, touched)
+    return _by_tiles(a, b)
+
+
+def _by_gram(a: Outer, b: Outer) -> Tensor:
+    """The products of every position of one sample with every position of another."""
+    (n, t, _), (m, s, _) = a.x.shape, b.x.shape
+    x, g = widened(b.x).flatten(0, 1).mT, widened(b.g).flatten(0, 1).mT  # (I, M S), (O, M S)
+    found = []
+    for _, part in a.tiles(2 * t * m * s * 4):
+        products = (widened(part.x).flatten(0, 1) @ x).mul_(widened(part.g).flatten(0, 1) @ g)
+        found.append(products.view(-1, t, m, s).sum((1, 3)) if t * s != 1 else products)
+    return torch.cat(found)
+
+
+def _rows_of(factor: Factor, touched: Tensor) -> Factor:
+    """The factor of the rows `touched` of a table alone."""
+    if isinstance(factor, Outer):
+        return Outer(factor.x, factor.g[..., touched])
+    if isinstance(factor, Rows):
+        index = torch.searchsorted(touched, factor.index).clamp_(max=len(touched) - 1)
+        there = (touched[index] == factor.index)[..., None]
+        return Rows(index, factor.g.where(there, 0), len(touched))
+    return Dense(factor.dense().view(len(factor), *factor.shape)[:, touched])
+
+
+def _by_tiles(a: Factor, b: Factor) -> Tensor:
+    """The gradients written out, a few of their rows at a time."""
+    dtype = wide(torch.promote_types(a.dtype, b.dtype))
+    total: Tensor | None = None
+    for one, other in zip(*_aligned(a, b), strict=True):
+        rows, columns = (f.dense().reshape(len(f), -1).to(dtype) for f in (one, other))
+        total = rows @ columns.mT if total is None else torch.addmm(total, rows, columns.mT, out=total)
+    assert total is not None
+    return total
+
+
+def _aligned(a: Factor, b: Factor) -> tuple[Iterator[Factor], Iterator[Factor]]:
+    """Both factors cut along the parameter's first axis in the same places."""
+    if a.shape != b.shape or not (a.shape and _can_cut(a) and _can_cut(b)):
+        return iter([a]), iter([b])
+    size, grain = a.shape[0], max(_grain(a), _grain(b))
+    each = (len(a) + len(b)) * prod(a.shape[1:]) * grain * wide(a.dtype).itemsize
+    step = grain * _plan.samples_at_once(each)
+    cuts = [slice(start, min(start + step, size)) for start in range(0, size, step)]
+    return (_cut(a, rows) for rows in cuts), (_cut(b, rows) for rows in cuts)
+
+
+def _can_cut(factor: Factor) -> bool:
+    return isinstance(factor, (Dense, Outer, Rows, Patches)) and factor.shape[0] > 0
+
+
+def _grain(factor: Factor) -> int:
+    """How many rows of the parameter go together."""
+    if isinstance(factor, Patches) and factor.geometry.groups > 1:
+        return factor.shape[0] // factor.geometry.groups
+    return 1
+
+
+def _cut(factor: Factor, rows: slice) -> Factor:
+    """The factor of some rows of the parameter."""
+    if rows.start == 0 and rows.stop == factor.shape[0]:
+        return factor
+    if isinstance(factor, Dense):
+        return Dense(factor.grads[:, rows])
+    if isinstance(factor, Outer):
+        return Outer(factor.x[:, rows], factor.g[:, rows]) if factor.x.dim() == 4 else Outer(factor.x, factor.g[..., rows])
+    if isinstance(factor, Rows):
+        there = (factor.index >= rows.start) & (factor.index < rows.stop)
+        index = (factor.index - rows.start).where(there, 0)
+        return Rows(index, factor.g.where(there[..., None], 0), rows.stop - rows.start)
+    assert isinstance(factor, Patches)
+    groups, g = factor.geometry.groups, factor.g[:, :, rows]
+    if groups == 1:
+        return replace(factor, g=g)
+    some = g.shape[2] // _grain(factor)  # whole groups
+    width = factor.shape[1]
+    first = rows.start // _grain(factor) * width
+    x = factor.x[:, :, first : first + some * width]
+    return replace(factor, x=x, g=g, geometry=factor.geometry._replace(groups=some))
