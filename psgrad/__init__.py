@@ -3,7 +3,18 @@
 from . import extend, ops, rules, testing
 from ._api import per_sample_grads
 from ._errors import ArgumentError, ArgumentTypeError, FallbackWarning, PsgradError, UnsupportedOpError
+from ._factored import FactoredGrads
 from ._module import from_module
+from ._quantities import (
+    ClippedGrad,
+    GradStats,
+    clipped_grad,
+    factored_grads,
+    grad_stats,
+    gram,
+    per_sample_norms,
+    weighted_grad,
+)
 from ._report import Report, explain
 from .ops import use_rules
 
@@ -12,16 +23,25 @@ __version__ = "0.1.0"
 __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
+    "ClippedGrad",
+    "FactoredGrads",
     "FallbackWarning",
+    "GradStats",
     "PsgradError",
     "Report",
     "UnsupportedOpError",
+    "clipped_grad",
     "explain",
     "extend",
+    "factored_grads",
     "from_module",
+    "grad_stats",
+    "gram",
     "ops",
     "per_sample_grads",
+    "per_sample_norms",
     "rules",
     "testing",
     "use_rules",
+    "weighted_grad",
 ]

@@ -114,7 +114,7 @@ def per_sample_grads(
     buffers = _buffers(out, problem) if out is not None else None
     step = step_of(problem, chunk_size, max_bytes, grads_work(problem))
     if ft.current_level() is not None or not ft.AVAILABLE:
-        grads, outcome = _composed(problem, step)
+        grads, outcome = composed(problem, step)
     else:
         with _engine.differentiating():
             grads, outcome = _chunked(problem, step, buffers)
@@ -229,7 +229,7 @@ def _nothing(problem: Problem, buffers: list[Tensor] | None) -> tuple[list[Tenso
     return grads, _engine.Outcome(out.loss.new_empty(0), [a.new_empty(0, *a.shape) for a in out.aux], out.aux_spec)
 
 
-def _composed(problem: Problem, step: int) -> tuple[list[Tensor], _engine.Outcome]:
+def composed(problem: Problem, step: int) -> tuple[list[Tensor], _engine.Outcome]:
     """Inside somebody else's transform: `vmap(grad(fn))` with the rules as composable Functions."""
     spec: list[optree.PyTreeSpec | None] = [None]
     batch = [t for t, b in zip(problem.batch, problem.batched, strict=True) if b]

@@ -8,6 +8,7 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -20,9 +21,9 @@ from ._errors import ArgumentError, FallbackWarning, PsgradError, UnsupportedOpE
 from ._intercept import Diverged, Intercept, Use, Written
 from ._param import Source
 from ._problem import Problem, generators, rewind
-from ._sink import DenseSink, FactorSink
+from ._sink import DenseSink, FactorSink, NormSink, SumSink
 
-S = TypeVar("S", DenseSink, FactorSink)
+S = TypeVar("S", DenseSink, FactorSink, NormSink, SumSink)
 
 
 class Outcome(NamedTuple):
@@ -43,7 +44,8 @@ def differentiating() -> contextlib.AbstractContextManager[Any]:
     return stack
 
 
-class Part(NamedTuple, Generic[S]):
+@dataclass(frozen=True, eq=False)
+class Part(Generic[S]):
     """Samples that ran together: which rows of the problem they are, in that order, and what came out."""
 
     index: Tensor | None  # None: all
@@ -74,14 +76,16 @@ def run(
         _looped(problem, sink, take, None if quiet else reason)
     else:
         if len(found.groups) > max(8, problem.n // 2) and not quiet:
-            _warn(f"psgrad runs fn on {len(found.groups)} groups of {problem.n} samples, which disagree at {found.where}")
+            _warn(
+                f"psgrad runs fn on {len(found.groups)} groups of {problem.n} samples, which disagree at {found.where}"
+            )
         for index in found.groups:  # each on its own
             run(problem.rows(index), sink, partial(_take_of, take, index), quiet=quiet, writes=writes)
 
 
 def _take_of(take: Callable[[Part[S]], None], index: Tensor, part: Part[S]) -> None:
     """A part of the samples `index` as a part of all."""
-    take(part._replace(index=index if part.index is None else index[part.index.to(index.device)]))
+    take(replace(part, index=index if part.index is None else index[part.index.to(index.device)]))
 
 
 class _Refusal(NamedTuple):
@@ -144,7 +148,7 @@ def vmapped(problem: Problem, sink: Any, log: list[Use] | None = None) -> Outcom
         losses = ft.unwrap(out.loss, n, level)
         aux = [ft.unwrap(a, n, level) for a in out.aux]
     if losses.requires_grad:
-        _backward(losses, mode, len(roots), sink)
+        _backward(losses, mode, len(roots), sink, problem.seed)
     return Outcome(losses.detach().clone(), _owned(aux, [*problem.params, *problem.batch]), out.aux_spec)
 
 
@@ -160,13 +164,14 @@ def _owned(results: list[Tensor], others: list[Any]) -> list[Tensor]:
     return owned
 
 
-def _backward(losses: Tensor, mode: Intercept, count: int, sink: Any) -> None:
+def _backward(losses: Tensor, mode: Intercept, count: int, sink: Any, seed: Tensor | None) -> None:
     """Gradients of the losses to the sink; those of functions of parameters pulled back to the parameters.
 
     Samples are independent under vmap, so the gradient of the sum of the losses is every sample's own.
     """
     leaves = [source.leaf for source in mode.sources]
-    grads = torch.autograd.grad(losses, leaves, torch.ones_like(losses), allow_unused=True)
+    seed = torch.ones_like(losses) if seed is None else seed.to(losses.dtype)
+    grads = torch.autograd.grad(losses, leaves, seed, allow_unused=True)
     restrided = _restrided(losses) if any(grad is not None for grad in grads) else []
     for source, grad in zip(mode.sources, grads, strict=True):
         if grad is not None:
@@ -285,7 +290,8 @@ def _looped(
                 )
         row = sink(one)
         if loss.requires_grad:
-            row.put([g[None] for g in torch.autograd.grad(loss, params, materialize_grads=True)])
+            seed = None if one.seed is None else one.seed[0].to(loss.dtype)
+            row.put([g[None] for g in torch.autograd.grad(loss, params, seed, materialize_grads=True)])
         if i == 0 and warning is not None:  # a sample alone works, so it was vmap that refused
             _warn(warning)
         outcome = Outcome(loss.detach()[None].clone(), [a[None] for a in aux], spec)

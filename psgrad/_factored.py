@@ -1,6 +1,8 @@
 """FactoredGrads: per-sample gradients that are not written out, and what can be asked of them."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -26,7 +28,8 @@ class Meta(NamedTuple):
         return torch.zeros((*lead, *self.shape), dtype=wide(self.dtype), device=self.device)
 
 
-class Block(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Block:
     """Samples that ran together: their places, and what is kept of each parameter's gradients."""
 
     index: Tensor | None  # (n,) among all samples; None: all, in order
@@ -37,6 +40,7 @@ class Block(NamedTuple):
         return Block(index, tuple(kept.each(change) for kept in self.kept))
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class FactoredGrads:
     """The gradients of N samples, unmaterialised: one forward and one backward, then any number of questions.
 
@@ -51,28 +55,12 @@ class FactoredGrads:
     least. The answers carry no graph.
     """
 
-    __slots__ = ("_blocks", "_metas", "_n", "_spec", "aux", "values")
-
-    values: Tensor
-    aux: Any
-
-    def __init__(
-        self,
-        blocks: Sequence[Block],
-        metas: Sequence[Meta],
-        spec: optree.PyTreeSpec,
-        n: int,
-        values: Any,
-        aux: Any = None,
-    ) -> None:
-        held = (tuple(blocks), tuple(metas), n, spec, aux, values)
-        for name, value in zip(self.__slots__, held, strict=True):
-            object.__setattr__(self, name, value)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError("FactoredGrads is immutable")
-
-    __delattr__ = __setattr__  # type: ignore[assignment]
+    _blocks: tuple[Block, ...]
+    _metas: tuple[Meta, ...]
+    _spec: optree.PyTreeSpec
+    _n: int
+    values: Tensor  # (N,) losses
+    aux: Any = None  # what fn returned besides, with a leading sample axis
 
     def __len__(self) -> int:
         return self._n
@@ -112,10 +100,8 @@ class FactoredGrads:
     def sq_norms(self, *, per_param: bool = False) -> Any:
         """Squared norms (N,); with `per_param` those of each parameter, a pytree like params."""
         if per_param:
-            return self._tree(
-                [self._gathered((self._n,), lambda b, i=i: b.kept[i].sq_norms()) for i in range(len(self._metas))]
-            )
-        return self._gathered((self._n,), lambda block: _added([kept.sq_norms() for kept in block.kept]))
+            return self._tree([self._gathered((self._n,), partial(_norms_of, i)) for i in range(len(self._metas))])
+        return self._gathered((self._n,), lambda block: added([kept.sq_norms() for kept in block.kept]))
 
     def norms(self, *, per_param: bool = False) -> Any:
         """Norms (N,); with `per_param` those of each parameter, a pytree like params."""
@@ -129,7 +115,7 @@ class FactoredGrads:
 
         A sample with weight 0 does not count, whatever its gradient: not even NaN.
         """
-        return self._typed(self._sums(self._weights(weights)))
+        return self._typed(self._sums([self._weights(weights)] * len(self._metas)))
 
     def sum(self) -> Any:
         """The sum of the gradients, a pytree like params."""
@@ -139,9 +125,17 @@ class FactoredGrads:
         """The mean of the gradients, a pytree like params."""
         return self._typed([t / self._n for t in self._sums(None)])
 
-    def clipped_sum(self, max_norm: float) -> Any:
-        """The sum of the gradients, each scaled to norm `max_norm` where it is larger."""
-        return self._typed(self._sums((max_norm / self.norms()).clamp(max=1)))
+    def clipped_sum(self, max_norm: float, *, nonfinite: str = "raise") -> Any:
+        """The sum of the gradients, each scaled to norm `max_norm` where it is larger.
+
+        Samples whose gradients are not finite: `nonfinite="raise"` names them in an error, `"zero"` leaves
+        them out, `"propagate"` makes the sum NaN.
+        """
+        check_nonfinite(nonfinite)
+        max_norm, norms = check_max_norm(max_norm), self.norms()
+        if nonfinite == "raise":
+            refuse_nonfinite(norms)
+        return self._typed(self._sums([clip_weights(norms, max_norm, norms.isfinite(), nonfinite)] * len(self._metas)))
 
     def variance(self) -> Any:
         """The unbiased variance over samples of every number of the parameters; NaN for fewer than two samples."""
@@ -155,20 +149,29 @@ class FactoredGrads:
         if not isinstance(weights, Tensor) or tuple(weights.shape) != (self._n,):
             what = f"shape {tuple(weights.shape)}" if isinstance(weights, Tensor) else f"a {type(weights).__name__}"
             raise ArgumentError(f"weights has {what}, not shape ({self._n},)\n  give one number per sample.")
-        return weights.detach()
+        return weights.detach().to(self._metas[0].device)
 
-    def _sums(self, w: Tensor | None) -> list[Tensor]:
-        """Weighted sums of the gradients of each parameter, in the dtype for sums."""
-        if w is not None and bool((w == 0).any()):
-            there = w.nonzero()[:, 0]
-            return self[there]._sums(w[there])
+    def _sums(self, weights: Sequence[Tensor] | None, counted: bool = False) -> list[Tensor]:
+        """Sums of the gradients of each parameter with its own weights, in the dtype for sums.
+
+        `counted`: no weight is 0, or it does not matter.
+        """
         totals: list[Tensor | None] = [None] * len(self._metas)
         for block in self._blocks:
-            part = w if w is None or block.index is None else w[block.index]
+            chosen: dict[int, tuple[Tensor, Tensor | None]] = {}  # most parameters share their weights
             for i, kept in enumerate(block.kept):
-                if kept.terms:
-                    found = kept.weighted_sum(part)
-                    totals[i] = found if totals[i] is None else totals[i].add_(found)  # type: ignore[union-attr]
+                if not kept.terms:
+                    continue
+                w = None
+                if weights is not None:
+                    if id(weights[i]) not in chosen:
+                        chosen[id(weights[i])] = _counting(weights[i], block.index, counted)
+                    w, there = chosen[id(weights[i])]
+                    if len(w) == 0:
+                        continue
+                    kept = kept if there is None else kept.select(there)
+                found, total = kept.weighted_sum(w), totals[i]
+                totals[i] = found if total is None else total.add_(found)
         return [meta.new() if t is None else t for t, meta in zip(totals, self._metas, strict=True)]
 
     def _spread(self, mean: Sequence[Tensor]) -> list[Tensor]:
@@ -196,7 +199,7 @@ class FactoredGrads:
         def against(block: Block) -> Tensor:
             return other._gathered(
                 (other._n, self._n if block.index is None else len(block.index)),
-                lambda b: _added([a.dots(k) for a, k in zip(b.kept, block.kept, strict=True)]),
+                lambda b: added([a.dots(k) for a, k in zip(b.kept, block.kept, strict=True)]),
             ).mT
 
         return self._gathered((self._n, other._n), against)
@@ -231,32 +234,88 @@ class FactoredGrads:
                 kept = tuple(k.select(here[where]) for k in block.kept)
                 blocks.append(Block(None if len(where) == len(chosen) else where, kept))
         aux = optree.tree_map(lambda t: t[chosen], self.aux)
-        return FactoredGrads(blocks, self._metas, self._spec, len(chosen), self.values[chosen], aux)
+        return FactoredGrads(tuple(blocks), self._metas, self._spec, len(chosen), self.values[chosen], aux)
 
     def _chosen(self, index: Any) -> Tensor:
         device = self._metas[0].device
         every = torch.arange(self._n, device=device)
         if isinstance(index, Tensor) and index.dtype == torch.bool and tuple(index.shape) != (self._n,):
-            raise ArgumentError(f"a mask of shape {tuple(index.shape)} does not fit {self._n} samples\n  give one entry per sample.")
+            raise ArgumentError(
+                f"a mask of shape {tuple(index.shape)} does not fit {self._n} samples\n  give one entry per sample."
+            )
         try:
             chosen = every[index.to(device) if isinstance(index, Tensor) else index]
         except (IndexError, TypeError) as error:
             raise ArgumentError(
-                f"{index!r} does not index {self._n} samples: {error}\n  give an int, a slice, a tensor of indices or a mask."
+                f"{index!r} does not index {self._n} samples: {error}\n"
+                "  give an int, a slice, a tensor of indices or a mask."
             ) from None
         if chosen.dim() > 1:
-            raise ArgumentError("samples are indexed along one axis\n  give an int, a slice, a tensor of indices or a mask.")
+            raise ArgumentError(
+                "samples are indexed along one axis\n  give an int, a slice, a tensor of indices or a mask."
+            )
         return chosen.reshape(-1)
 
     def to(self, device: Any) -> "FactoredGrads":
         """The same on another device."""
-        moved = [block.each(lambda t: t.to(device)) for block in self._blocks]
+        moved = [
+            Block(block.index, tuple(k.without_graph() for k in block.kept)).each(lambda t: t.to(device))
+            for block in self._blocks
+        ]
         metas = [m._replace(device=torch.device(device)) for m in self._metas]
         aux = optree.tree_map(lambda t: t.to(device), self.aux)
-        return FactoredGrads(moved, metas, self._spec, self._n, self.values.to(device), aux)
+        return FactoredGrads(tuple(moved), tuple(metas), self._spec, self._n, self.values.to(device), aux)
 
 
-def _added(parts: Sequence[Tensor | None]) -> Tensor | None:
+def _counting(w: Tensor, index: Tensor | None, counted: bool) -> tuple[Tensor, Tensor | None]:
+    """The weights of a block's samples; where some are 0, those of the others, and which they are."""
+    w = w if index is None else w[index]
+    if counted or not bool((w == 0).any()):
+        return w, None
+    there = w.nonzero()[:, 0]
+    return w[there], there
+
+
+def clip_weights(norms: Tensor, max_norm: Any, finite: Tensor, nonfinite: str) -> Tensor:
+    """What makes norms at most `max_norm`; samples that are not finite count 0, or NaN to let them through."""
+    w: Tensor = (max_norm / norms).clamp(max=1)  # a norm of 0: inf, so 1
+    return w.masked_fill(~finite, torch.nan if nonfinite == "propagate" else 0.0)
+
+
+def refuse_nonfinite(norms: Tensor) -> None:
+    """Raise for samples whose gradients are not finite."""
+    bad = (~norms.isfinite()).nonzero()[:, 0].tolist()
+    if bad:
+        shown = ", ".join(map(str, bad[:10])) + (f", ... ({len(bad)} in all)" if len(bad) > 10 else "")
+        raise ArgumentError(
+            f"the gradients of samples {shown} are not finite\n"
+            '  leave them out with nonfinite="zero", or let them through with nonfinite="propagate".'
+        )
+
+
+def check_nonfinite(nonfinite: object) -> None:
+    if nonfinite not in ("raise", "zero", "propagate"):
+        raise ArgumentError(
+            f'nonfinite={nonfinite!r} is not one of "raise", "zero", "propagate"\n'
+            "  raise: an error that names the samples; zero: they do not count; propagate: the sum is NaN."
+        )
+
+
+def check_max_norm(max_norm: Any, where: str = "max_norm") -> Any:
+    """A positive number, or a tensor of one."""
+    number = isinstance(max_norm, (int, float)) and not isinstance(max_norm, bool)
+    if not number and not (isinstance(max_norm, Tensor) and max_norm.numel() == 1 and not max_norm.is_complex()):
+        raise ArgumentTypeError(f"{where} is a {type(max_norm).__name__}, not a number\n  give a positive number.")
+    if not float(max_norm) > 0:
+        raise ArgumentError(f"{where}={float(max_norm)} is not positive\n  give a positive number; inf clips nothing.")
+    return max_norm.detach().reshape(()) if isinstance(max_norm, Tensor) else max_norm
+
+
+def _norms_of(i: int, block: Block) -> Tensor | None:
+    return block.kept[i].sq_norms()
+
+
+def added(parts: Sequence[Tensor | None]) -> Tensor | None:
     """The sum of what is there."""
     total: Tensor | None = None
     for part in parts:
@@ -268,23 +327,41 @@ def _added(parts: Sequence[Tensor | None]) -> Tensor | None:
 # ---- as a pytree node ------------------------------------------------------------------------------------
 
 
-def _flatten(fg: FactoredGrads) -> tuple[tuple[Any, ...], Any]:
+class _Layout(NamedTuple):
+    """A FactoredGrads but for its tensors."""
+
+    blocks: tuple[Block, ...]  # with ... for each tensor
+    metas: tuple[Meta, ...]
+    spec: optree.PyTreeSpec
+    n: int
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Layout) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> Any:
+        kept = tuple(tuple(k.layout() for k in block.kept) for block in self.blocks)
+        return kept, tuple(block.index is None for block in self.blocks), self.metas, self.spec, self.n
+
+
+def _flatten(fg: FactoredGrads) -> tuple[tuple[Any, ...], _Layout]:
     tensors: list[Tensor] = []
 
-    def collect(t: Tensor) -> Tensor:
+    def taken(t: Tensor) -> Any:
         tensors.append(t)
-        return t
+        return ...
 
-    for block in fg._blocks:
-        block.each(collect)
-    return (fg.values, fg.aux, *tensors), fg
+    blocks = tuple(block.each(taken) for block in fg._blocks)
+    return (fg.values, fg.aux, *tensors), _Layout(blocks, fg._metas, fg._spec, fg._n)
 
 
-def _unflatten(like: FactoredGrads, children: Sequence[Any]) -> FactoredGrads:
+def _unflatten(layout: _Layout, children: Sequence[Any]) -> FactoredGrads:
     values, aux, *rest = children
     tensors = iter(rest)
-    blocks = [block.each(lambda _: next(tensors)) for block in like._blocks]
-    return FactoredGrads(blocks, like._metas, like._spec, like._n, values, aux)
+    blocks = [block.each(lambda _: next(tensors)) for block in layout.blocks]
+    return FactoredGrads(tuple(blocks), layout.metas, layout.spec, layout.n, values, aux)
 
 
 optree.register_pytree_node(FactoredGrads, _flatten, _unflatten, namespace=optree.registry.__GLOBAL_NAMESPACE)  # type: ignore[arg-type]

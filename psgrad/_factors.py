@@ -29,14 +29,16 @@ def widened(t: Tensor) -> Tensor:
 def sq_norms_of(grads: Tensor) -> Tensor:
     """Squared norms (N,) of gradients (N, *shape)."""
     flat = grads.reshape(len(grads), -1)  # vector_norm: a tenth of the time of bmm or einsum
-    return torch.linalg.vector_norm(flat, dim=1, dtype=wide(grads.dtype)).square()
+    norms: Tensor = torch.linalg.vector_norm(flat, dim=1, dtype=wide(grads.dtype))
+    return norms.square()
 
 
 def weighted_sum_of(grads: Tensor, w: Tensor | None) -> Tensor:
     """Gradients (N, *shape) summed with weights (N,), or as they are."""
     if w is None:
         return grads.sum(0, dtype=wide(grads.dtype))
-    return (w.to(wide(grads.dtype)) @ widened(grads).reshape(len(grads), -1)).view(grads.shape[1:])
+    flat = widened(grads).reshape(len(grads), -1)
+    return torch.mv(flat.mT, w.to(flat.dtype)).view(grads.shape[1:])
 
 
 def scaled(g: Tensor, w: Tensor | None) -> Tensor:
@@ -65,13 +67,17 @@ class Factor:
 
     def tensors(self) -> list[Tensor]:
         """What is held, sample axis first."""
-        return [v for f in fields(self) if isinstance(v := getattr(self, f.name), Tensor)]  # type: ignore[arg-type]
+        return [getattr(self, name) for name in _tensor_fields(type(self))]
 
     def each(self: F, change: Callable[[Tensor], Tensor]) -> F:
         """The same with every tensor changed."""
-        held: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
-        changed = {name: change(v) for name, v in held.items() if isinstance(v, Tensor)}
+        changed = {name: change(getattr(self, name)) for name in _tensor_fields(type(self))}
         return replace(self, **changed)  # type: ignore[type-var]
+
+    def layout(self) -> Any:
+        """The factor but for its tensors; equal for factors that differ in these alone."""
+        held = _tensor_fields(type(self))
+        return type(self), *(getattr(self, f.name) for f in fields(self) if f.name not in held)  # type: ignore[arg-type]
 
     def __len__(self) -> int:
         return len(self.tensors()[0])
@@ -110,6 +116,15 @@ class Factor:
         for _, part in self.tiles():
             total += (widened(part.dense()) - mean).square_().sum(0)
         return total
+
+
+_FIELDS: dict[type, tuple[str, ...]] = {}
+
+
+def _tensor_fields(kind: Any) -> tuple[str, ...]:
+    if kind not in _FIELDS:
+        _FIELDS[kind] = tuple(f.name for f in fields(kind) if f.type in (Tensor, "Tensor"))
+    return _FIELDS[kind]
 
 
 def _keep(grads: Tensor, out: Tensor | None) -> Tensor:
@@ -187,7 +202,7 @@ class Outer(Factor):
 
     def by_gram(self) -> Tensor:
         """sum over t, s of (x[t] . x[s]) (g[t] . g[s]), in blocks of t and s: half of them, by symmetry."""
-        n, t, _ = self.x.shape
+        t = self.x.shape[1]
         size = _plan.gram_block(t)
         blocks = [slice(start, start + size) for start in range(0, t, size)]
         found = []
@@ -211,8 +226,9 @@ class Outer(Factor):
     def spread(self, mean: Tensor) -> Tensor:
         if self.x.dim() == 4 or self.x.shape[1] != 1 or self.x.device.type == "mps":  # which has no float64
             return super().spread(mean)
-        x, g = self.x[:, 0].double(), self.g[:, 0].double()  # one product; float64 for the difference that follows
-        return (g.square().mT @ x.square() - len(x) * mean.double().square()).clamp_(min=0).to(mean.dtype)
+        x, g, m = self.x[:, 0].double(), self.g[:, 0].double(), mean.double()  # float64 for the differences
+        squares = g.square().mT @ x.square() - 2 * m * (g.mT @ x) + len(x) * m.square()
+        return squares.clamp_(min=0).to(mean.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,18 +256,18 @@ class Rows(Factor):
         return grads if out is None or grads is out else out.copy_(grads)
 
     def sq_norms(self) -> Tensor:
-        n, t, d = self.g.shape
+        _, t, d = self.g.shape
         if t == 1:
             return sq_norms_of(self.g)
         return torch.cat([part._by_segments() for _, part in self.tiles(t * d * self.g.element_size())])
 
     def _by_segments(self) -> Tensor:
         """Each sample's rows with one index added up, in a table of T rows in place of V."""
-        n, t, d = self.g.shape
+        t = self.g.shape[1]
         ordered, order = self.index.sort(dim=1)
         begins = torch.zeros_like(ordered)
         begins[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-        segment = torch.empty_like(ordered).scatter_(1, order, begins.cumsum(1))
+        segment = torch.empty_like(order).scatter_(1, order, begins.cumsum(1))
         return sq_norms_of(Rows(segment, widened(self.g), t).dense())
 
     def weighted_sum(self, w: Tensor | None = None) -> Tensor:
@@ -260,7 +276,7 @@ class Rows(Factor):
 
     def spread(self, mean: Tensor) -> Tensor:
         """Rows that a sample does not touch differ from the mean by the mean."""
-        n, t, d = self.g.shape
+        _, t, d = self.g.shape
         total = len(self) * mean.square()
         for _, part in self.tiles(3 * t * d * self.g.element_size()):
             index, sums = part._summed()
@@ -297,10 +313,12 @@ class Tied(Factor):
     def each(self, change: Callable[[Tensor], Tensor]) -> "Tied":
         return Tied(self.outer.each(change), self.rows.each(change))
 
+    def layout(self) -> Any:
+        return Tied, self.outer.layout(), self.rows.layout()
+
     def dense(self, out: Tensor | None = None) -> Tensor:
         grads = self.outer.dense(out)
-        n, v, d = grads.shape
-        n_index = torch.arange(n, device=grads.device)[:, None].expand(self.rows.index.shape)
+        n_index = torch.arange(len(grads), device=grads.device)[:, None].expand(self.rows.index.shape)
         return grads.index_put_((n_index, self.rows.index), self.rows.g.to(grads.dtype), accumulate=True)
 
     def sq_norms(self) -> Tensor:

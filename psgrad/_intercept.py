@@ -38,6 +38,10 @@ _IS_NESTABLE = torch._nested_tensor_from_mask_left_aligned  # asked by Transform
 class Sink(Protocol):
     """Where the factors of a backward go."""
 
+    @property
+    def hasty(self) -> bool:
+        """Whether it wants to know, when a factor comes, if more are to come for the same source."""
+
     def add(self, param: Param, factor: Factor, use: "Use | None") -> None: ...
 
 
@@ -147,8 +151,10 @@ class Intercept(TorchFunctionMode):
                 return _opened(func)(*args, **kwargs)
         if _writes(func, kwargs) and args and isinstance(args[0], Tensor):
             self._check_write(func, args[0])
-        if self.log is not None and not _is_attribute(func):
-            self._note(func, args, kwargs, None, "no rule for this function")
+        if not _is_attribute(func):
+            if self.log is not None:
+                self._note(func, args, kwargs, None, "no rule for this function")
+            self._count(args, kwargs)
         return func(*args, **kwargs)
 
     # ---- parameters among the arguments ------------------------------------------------------------
@@ -215,8 +221,15 @@ class Intercept(TorchFunctionMode):
 
     # ---- the four ways -----------------------------------------------------------------------------
 
+    def _count(self, args: Any, kwargs: Any) -> None:
+        """Gradients will come for the parameters among the arguments, in ways that are not ours to see."""
+        if self.sink.hasty:
+            for param in self._scan(args, kwargs)[0]:
+                param.source.uses += 2
+
     def _plain(self, func: Any, args: Any, kwargs: Any, reason: str) -> Any:
         self._note(func, args, kwargs, None, reason)
+        self._count(args, kwargs)
         return func(*args, **kwargs)
 
     def _ruled(self, rule: Rule | Fold, func: Any, args: Any, kwargs: Any) -> Any:
@@ -244,6 +257,8 @@ class Intercept(TorchFunctionMode):
         if any(ft.is_batched(p, self.level) for p in constants):
             return self._plain(func, args, kwargs, "the weight differs between samples")
         use = None if self.log is None else self._note(func, args, kwargs, rule.name)
+        for param in params:
+            param.source.uses += 1
         run = _Run(rule, call, self.sink, use, tracked, bool(constants))
         x = call.x.wrapped if isinstance(call.x, Param) else call.x
         out = ft.below(self._apply, run, ft.lower(x, self.n, self.level))
@@ -280,6 +295,7 @@ class Intercept(TorchFunctionMode):
         if isinstance(bound, Decline):
             return self._plain(func, args, kwargs, bound.reason)
         self._note(func, args, kwargs, None, "folded into the batch; no rule for a parameter here")
+        self._count(args, kwargs)
         tensors, options = bound
         lowered = [None if t is None else ft.lower(t, self.n, self.level) for t in tensors]
         return ft.wrap(ft.below(rule.run, options, *lowered), self.level)
@@ -331,6 +347,8 @@ class Intercept(TorchFunctionMode):
         """A new source for a value that was computed from parameters alone."""
         graph = value.contiguous()
         value = graph.detach()
+        for param in params:
+            param.source.uses += 2  # its own use, and the one pulled back
         leaf = ft.below(lambda: value.expand(self.n, *value.shape).requires_grad_())
         wrapped = ft.wrap(leaf, self.level)
 

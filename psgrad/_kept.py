@@ -8,6 +8,7 @@ is written out a few samples at a time.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
@@ -50,6 +51,14 @@ class Kept:
     def select(self, index: slice | Tensor) -> "Kept":
         return Kept(tuple(Term(region, factor.select(index)) for region, factor in self.terms), self.shape)
 
+    def layout(self) -> Any:
+        """What is kept but for the tensors."""
+        return self.shape, *((region, factor.layout()) for region, factor in self.terms)
+
+    def without_graph(self) -> "Kept":
+        """The same, with gradients that are still to be pulled back written out."""
+        return Kept(tuple(Term(r, Dense(f.dense()) if isinstance(f, Pulled) else f) for r, f in self.terms), self.shape)
+
     def sq_norms(self) -> Tensor | None:
         """Squared norms (N,); None where all gradients are zero."""
         total: Tensor | None = None
@@ -61,8 +70,8 @@ class Kept:
     def dense(self, out: Tensor) -> Tensor:
         """The gradients, written into the contiguous (N, *shape) `out`."""
         if (factor := self.whole) is not None:
-            grads = factor.dense(out)
-            return out if grads is out else out.copy_(grads.view(out.shape))
+            factor.dense(out.view(len(out), *factor.shape))
+            return out
         out.zero_()
         for region, factor in self.terms:
             target = region.rows(out)
@@ -72,7 +81,7 @@ class Kept:
     def weighted_sum(self, w: Tensor | None = None) -> Tensor:
         """The sum over n of w[n] times gradient n, in the dtype for sums; there must be a term."""
         if (factor := self.whole) is not None:
-            return factor.weighted_sum(w).view(self.shape)
+            return factor.weighted_sum(w).contiguous().view(self.shape)
         like = self.terms[0].factor.tensors()[-1]
         zeros = like.new_zeros(self.shape, dtype=wide(like.dtype))
         return self._placed(zeros, lambda factor, _: factor.weighted_sum(w))
@@ -128,6 +137,9 @@ class Placed(Factor):
     def each(self, change: Callable[[Tensor], Tensor]) -> "Placed":
         return Placed(tuple(Term(region, factor.each(change)) for region, factor in self.terms), self.whole)
 
+    def layout(self) -> Any:
+        return Placed, *((region, factor.layout()) for region, factor in self.terms)
+
     def dense(self, out: Tensor | None = None) -> Tensor:
         if out is None or not out.is_contiguous():
             last = self.tensors()[-1]
@@ -176,6 +188,9 @@ class Pulled(Factor):
     def each(self, change: Callable[[Tensor], Tensor]) -> "Pulled":
         return Pulled(tuple(kept.each(change) for kept in self.kept), self.values, self.root)
 
+    def layout(self) -> Any:
+        return Pulled, *(kept.layout() for kept in self.kept), *map(id, self.values), id(self.root)
+
     def _pull(self, grads: list[Tensor], batched: bool) -> Tensor:
         with torch.inference_mode(False):
             grads = [g.clone() if g.is_inference() else g for g in grads]
@@ -205,7 +220,7 @@ class Pulled(Factor):
 def grouped(terms: Sequence[Term], shape: torch.Size) -> list[Term]:
     """The same gradients as factors of disjoint regions."""
     by_region: dict[Region, list[Factor]] = {}
-    for region, factor in map(_upright, terms):
+    for region, factor in map(upright, terms):
         by_region.setdefault(region.coalesced(), []).append(factor)
     found = [Term(region, _added(factors)) for region, factors in by_region.items()]
     if len(found) > 1 and not _disjoint([region for region, _ in found], shape, found[0].factor.tensors()[0]):
@@ -213,7 +228,7 @@ def grouped(terms: Sequence[Term], shape: torch.Size) -> list[Term]:
     return found
 
 
-def _upright(term: Term) -> Term:
+def upright(term: Term) -> Term:
     """A matrix that is used transposed, as it is stored."""
     region, factor = term
     if type(factor) is Outer and len(region.shape) == 2 and region.strides[0] < region.strides[1]:
@@ -246,9 +261,9 @@ def _added(factors: list[Factor]) -> Factor:
             for rows, part in factor.tiles() if factor is not dense else ():
                 total[rows] += part.dense().reshape(total[rows].shape)
         return Dense(total)
-    outer, rows = (next((f for f in merged if type(f) is kind), None) for kind in (Outer, Rows))
-    if len(merged) == 2 and isinstance(outer, Outer) and isinstance(rows, Rows) and outer.shape == rows.shape:
-        return Tied(outer, rows)
+    outer, table = (next((f for f in merged if type(f) is kind), None) for kind in (Outer, Rows))
+    if len(merged) == 2 and isinstance(outer, Outer) and isinstance(table, Rows) and outer.shape == table.shape:
+        return Tied(outer, table)
     shape = torch.Size(merged[0].shape)
     return Placed(tuple(Term(whole_region(shape), factor) for factor in merged), shape)
 
@@ -257,7 +272,9 @@ def _joined(alike: list[Factor]) -> Factor:
     """Factors of one kind as one: sums over more positions."""
     first = alike[0]
     if isinstance(first, Dense):
-        return Dense(torch.stack([f.dense() for f in alike]).sum(0) if len(alike) > 2 else first.grads + alike[1].dense())
+        return Dense(
+            torch.stack([f.dense() for f in alike]).sum(0) if len(alike) > 2 else first.grads + alike[1].dense()
+        )
     axis = -2 if isinstance(first, Outer) else 1
     columns = iter(zip(*(f.tensors() for f in alike), strict=True))
     return first.each(lambda _: torch.cat(next(columns), axis))
@@ -266,7 +283,7 @@ def _joined(alike: list[Factor]) -> Factor:
 def _disjoint(regions: list[Region], shape: torch.Size, like: Tensor) -> bool:
     """Whether no number belongs to two regions."""
     ordered = sorted(regions, key=lambda r: r.offset)
-    if all(a.last < b.offset for a, b in zip(ordered, ordered[1:], strict=False)):
+    if all(a.last < b.offset for a, b in pairwise(ordered)):
         return True
     taken = like.new_zeros(prod(shape), dtype=torch.bool)
     for region in regions:

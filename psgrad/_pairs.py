@@ -43,7 +43,7 @@ def _dots(a: Factor, b: Factor) -> Tensor:
 
 def _by_gram(a: Outer, b: Outer) -> Tensor:
     """The products of every position of one sample with every position of another."""
-    (n, t, _), (m, s, _) = a.x.shape, b.x.shape
+    t, (m, s, _) = a.x.shape[1], b.x.shape
     x, g = widened(b.x).flatten(0, 1).mT, widened(b.g).flatten(0, 1).mT  # (I, M S), (O, M S)
     found = []
     for _, part in a.tiles(2 * t * m * s * 4):
@@ -57,7 +57,7 @@ def _rows_of(factor: Factor, touched: Tensor) -> Factor:
     if isinstance(factor, Outer):
         return Outer(factor.x, factor.g[..., touched])
     if isinstance(factor, Rows):
-        index = torch.searchsorted(touched, factor.index).clamp_(max=len(touched) - 1)
+        index = torch.searchsorted(touched, factor.index.contiguous()).clamp_(max=len(touched) - 1)
         there = (touched[index] == factor.index)[..., None]
         return Rows(index, factor.g.where(there, 0), len(touched))
     return Dense(factor.dense().view(len(factor), *factor.shape)[:, touched])
@@ -103,7 +103,9 @@ def _cut(factor: Factor, rows: slice) -> Factor:
     if isinstance(factor, Dense):
         return Dense(factor.grads[:, rows])
     if isinstance(factor, Outer):
-        return Outer(factor.x[:, rows], factor.g[:, rows]) if factor.x.dim() == 4 else Outer(factor.x, factor.g[..., rows])
+        return (
+            Outer(factor.x[:, rows], factor.g[:, rows]) if factor.x.dim() == 4 else Outer(factor.x, factor.g[..., rows])
+        )
     if isinstance(factor, Rows):
         there = (factor.index >= rows.start) & (factor.index < rows.stop)
         index = (factor.index - rows.start).where(there, 0)

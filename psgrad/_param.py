@@ -75,6 +75,7 @@ class Source:
     value: Tensor
     leaf: Tensor  # (N, *shape), stride 0 along N: what plain vmap differentiates
     graph: Tensor | None = None
+    uses: int = 0  # how many factors and other gradients may come; counted for those who sum as they come
 
     @property
     def name(self) -> str:

@@ -82,7 +82,6 @@ class Patches(Factor):
         moves = [s * d for s, d in zip(by_s, stride, strict=True)]
         return x.as_strided((n, c, *self.kernel, b, *self.g.shape[3:]), (by_n, by_c, *steps, by_b, *moves))
 
-
     def sq_norms(self) -> Tensor:
         plan = _plan.conv_norms(self.x.shape, self.g.shape, self.geometry, self.kernel, self.x.element_size())
         return self._by_gram() if plan.strategy == "gram" else super().sq_norms()

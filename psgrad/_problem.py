@@ -37,6 +37,7 @@ class Problem:
     has_aux: bool
     draws_from: Any = None  # the generators' states when all samples are to share one draw
     own_batch: bool = False  # the batch is a copy that `fn` may change
+    seed: Tensor | None = None  # (N,): what each loss counts in the backward; None: 1
 
     def copied(self) -> "Problem":
         """The same with a batch that `fn` may change."""
@@ -56,7 +57,7 @@ class Problem:
         take = (lambda t: t[index]) if isinstance(index, slice) else (lambda t: t.index_select(0, index.to(t.device)))
         batch = [take(t) if b else t for t, b in zip(self.batch, self.batched, strict=True)]
         n = len(range(*index.indices(self.n))) if isinstance(index, slice) else len(index)
-        return replace(self, batch=batch, n=n)
+        return replace(self, batch=batch, n=n, seed=None if self.seed is None else take(self.seed))
 
     def sample(self, i: int) -> list[Any]:
         """The batch leaves of sample i, without the sample axis."""
@@ -124,9 +125,16 @@ def _aux_leaf(leaf: Any, i: int, spec: optree.PyTreeSpec) -> Tensor:
 
 
 def make(
-    fn: Callable[..., Any], params: Any, batch: Any, *, in_dims: Any, randomness: str, has_aux: bool = False
+    fn: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    *,
+    in_dims: Any,
+    randomness: str,
+    has_aux: bool = False,
+    attached: bool = False,
 ) -> Problem:
-    """Check the arguments of a public function and lay them out."""
+    """Check the arguments of a public function and lay them out; `attached` leaves them in the autograd graph."""
     if not callable(fn):
         raise ArgumentTypeError(f"fn is {_type(fn)}, not a function\n  give fn(params, sample) -> loss.")
     if randomness not in ("different", "same", "error"):
@@ -134,8 +142,10 @@ def make(
             f'randomness={randomness!r} is not one of "different", "same", "error"\n'
             "  different: each sample draws its own; same: all share one draw; error: drawing is refused."
         )
+    own = _own if not attached else lambda t: t
     leaves, params_spec = flat_params(params)
-    batch_leaves, batched, batch_spec, n = _flat_batch(batch, in_dims)
+    batch_leaves, batched, batch_spec, n = _flat_batch(batch, in_dims, own)
+    leaves = [own(leaf) for leaf in leaves]
     start = generators(leaves) if randomness == "same" else None
     return Problem(fn, leaves, params_spec, batch_leaves, batched, batch_spec, n, randomness, has_aux, start)
 
@@ -196,14 +206,16 @@ def flat_params(params: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
             raise ArgumentTypeError(f"{paths(spec, 'params')[i]} has dtype {leaf.dtype}, {why}\n  {remedy}")
     if not leaves:
         raise ArgumentError("params holds no tensor\n  give a pytree with the tensors to differentiate.")
-    return [_own(leaf) for leaf in leaves], spec
+    return leaves, spec
 
 
 def _is_sampled(leaf: Any, dim: Any) -> bool:
     return isinstance(leaf, Tensor) and type(dim) is int and -leaf.dim() <= dim < leaf.dim()
 
 
-def _flat_batch(batch: Any, in_dims: Any) -> tuple[list[Any], list[bool], optree.PyTreeSpec, int]:
+def _flat_batch(
+    batch: Any, in_dims: Any, own: Callable[[Tensor], Tensor]
+) -> tuple[list[Any], list[bool], optree.PyTreeSpec, int]:
     leaves, spec = optree.tree_flatten(batch, none_is_leaf=True)
     try:
         whole = type(in_dims) is int
@@ -217,7 +229,7 @@ def _flat_batch(batch: Any, in_dims: Any) -> tuple[list[Any], list[bool], optree
     sizes: dict[int, int] = {}
     for i, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
         if leaf is None or dim is None:
-            moved.append(_own(leaf) if isinstance(leaf, Tensor) else leaf)
+            moved.append(own(leaf) if isinstance(leaf, Tensor) else leaf)
             continue
         name = paths(spec, "batch")[i] if not _is_sampled(leaf, dim) else ""
         if not isinstance(dim, int) or isinstance(dim, bool):
@@ -233,7 +245,7 @@ def _flat_batch(batch: Any, in_dims: Any) -> tuple[list[Any], list[bool], optree
                 "  the sample axis is in_dims (0 unless given); in_dims=None shares a leaf between all samples."
             )
         sizes[i] = leaf.shape[dim]
-        moved.append(_own(leaf) if dim == 0 else _own(leaf).movedim(dim, 0))
+        moved.append(own(leaf) if dim == 0 else own(leaf).movedim(dim, 0))
     if not sizes:
         raise ArgumentError(
             "batch has no tensor with a sample axis\n  give at least one tensor, with in_dims other than None."

@@ -106,6 +106,8 @@ def _short(number: int, unit: str = "") -> str:
 class _Listing:
     """A sink that keeps what factors say of themselves, and never materialises one."""
 
+    hasty = False
+
     def __init__(self) -> None:
         self.found: list[tuple[Use | None, Source, str, Plan]] = []  # no factor: it would keep the graph alive
         self.pulled: set[int] = set()  # parameters that have a gradient

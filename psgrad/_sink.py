@@ -8,13 +8,15 @@ from torch import Tensor
 
 from . import _alloc
 from ._errors import ArgumentError
-from ._factors import Dense, Factor
-from ._kept import Kept, Pulled, Term, grouped
-from ._param import Param, Source, whole_region
+from ._factors import Dense, Factor, wide
+from ._kept import Kept, Pulled, Term, grouped, upright
+from ._param import Param, Region, Source, whole_region
 
 
 class DenseSink:
     """Per-sample gradients (N, *shape) of every parameter, written as factors arrive."""
+
+    hasty = False
 
     def __init__(self, params: Sequence[Tensor], n: int, buffers: Sequence[Tensor] | None = None) -> None:
         self.params, self.n = list(params), n
@@ -94,6 +96,8 @@ class DenseSink:
 class FactorSink:
     """The factors themselves, without the graph they come from."""
 
+    hasty = False
+
     def __init__(self, params: Sequence[Tensor], n: int) -> None:
         self.params, self.n = list(params), n
         self.terms: dict[int, list[Term]] = {}  # by the source's index
@@ -135,3 +139,104 @@ class FactorSink:
     def result(self) -> "list[Kept]":
         """What is known of each parameter's gradients."""
         return [Kept(tuple(grouped(self.terms.pop(i, []), p.shape)), p.shape) for i, p in enumerate(self.params)]
+
+
+class Again(BaseException):
+    """A gradient came for a source whose norm was taken already: keep all factors instead."""
+
+
+class NormSink(FactorSink):
+    """Squared norms, taken as factors arrive where one is all that comes; the others are kept till the end."""
+
+    def __init__(self, params: Sequence[Tensor], n: int, hasty: bool = True) -> None:
+        super().__init__(params, n)
+        self.hasty = hasty
+        self.sq_norms: dict[int, Tensor] = {}
+
+    def has(self, source: Source) -> bool:
+        if source.index in self.sq_norms:
+            raise Again
+        return super().has(source)
+
+    def add(self, param: Param, factor: Factor, use: object = None) -> None:
+        source = param.source
+        if source.index in self.sq_norms:
+            raise Again
+        if self.hasty and source.uses == 1 and source.index < len(self.params) and 0 not in param.value.stride():
+            self.sq_norms[source.index] = factor.sq_norms()
+        else:
+            super().add(param, factor, use)
+
+    def add_dense(self, source: Source, grads: Tensor) -> None:
+        if source.index in self.sq_norms:
+            raise Again
+        super().add_dense(source, grads)
+
+    def norms(self) -> list[Tensor | None]:
+        """Squared norms (N,) of every parameter; None where all are zero."""
+        kept = self.result()
+        return [self.sq_norms.get(i) if i in self.sq_norms else k.sq_norms() for i, k in enumerate(kept)]
+
+
+class SumSink:
+    """The sum over samples of each parameter's gradients, added up as factors arrive."""
+
+    hasty = False
+
+    def __init__(self, params: Sequence[Tensor], seed: Tensor | None) -> None:
+        self.params = list(params)
+        self.sums: dict[int, Tensor] = {}  # by the source's index, in the dtype for sums
+        # samples that do not count are left out here: their gradients may be NaN, which 0 times is NaN
+        self.counting = seed.nonzero()[:, 0] if seed is not None and bool((seed == 0).any()) else None
+
+    def _sum(self, factor: Factor) -> Tensor | None:
+        if self.counting is not None:
+            factor = factor.select(self.counting)
+        return factor.weighted_sum() if self.counting is None or len(self.counting) else None
+
+    def has(self, source: Source) -> bool:
+        return source.index in self.sums
+
+    def _add(self, index: int, region: Region, found: Tensor | None, shape: torch.Size) -> None:
+        if found is None:
+            return
+        if index not in self.sums and region == whole_region(shape):
+            self.sums[index] = found.view(shape)
+            return
+        if index not in self.sums:
+            self.sums[index] = found.new_zeros(shape)
+        target = region.of(self.sums[index])
+        target.add_(found.view(target.shape))
+
+    def add(self, param: Param, factor: Factor, use: object = None) -> None:
+        """A factor of a parameter, or of a view of one."""
+        source, region = param.source, param.region
+        if any(size > 1 and stride == 0 for size, stride in zip(region.shape, region.strides, strict=True)):
+            region, grads = param.collapsed(factor.dense())
+            factor = Dense(grads)
+        region, factor = upright(Term(region, factor))
+        found = self._sum(factor)
+        self._add(source.index, region, None if found is None else found.view(region.shape), source.value.shape)
+
+    def add_dense(self, source: Source, grads: Tensor) -> None:
+        """Gradients of a whole source that autograd worked out."""
+        shape = source.value.shape
+        self._add(source.index, whole_region(shape), self._sum(Dense(grads)), shape)
+
+    def pull(self, derived: Sequence[Source], roots: Sequence[Source]) -> None:
+        """Sums for functions of parameters, passed on to the parameters."""
+        values, traced = [s.traced() for s in derived], [s.traced() for s in roots]
+        sums = [self.sums.pop(s.index).to(v.dtype) for s, v in zip(derived, values, strict=True)]
+        for source, grad in zip(roots, torch.autograd.grad(values, traced, sums, allow_unused=True), strict=True):
+            if grad is not None:
+                shape = source.value.shape
+                self._add(source.index, whole_region(shape), grad.to(wide(grad.dtype)), shape)
+
+    def put(self, grads: Sequence[Tensor]) -> None:
+        """Gradients of every parameter that somebody else worked out."""
+        for i, (p, g) in enumerate(zip(self.params, grads, strict=True)):
+            self._add(i, whole_region(p.shape), self._sum(Dense(g)), p.shape)
+
+    def result(self) -> list[Tensor | None]:
+        """The sums; None where nothing came."""
+        return [self.sums.get(i) for i in range(len(self.params))]

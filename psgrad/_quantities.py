@@ -1,0 +1,724 @@
+"""What people compute from per-sample gradients, in one call each, without writing the gradients out."""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from . import _engine, _problem
+from . import _functorch as ft
+from ._api import Randomness, composed, step_of
+from ._errors import ArgumentError, ArgumentTypeError, FallbackWarning, place_of
+from ._factored import (
+    Block,
+    FactoredGrads,
+    Meta,
+    added,
+    check_max_norm,
+    check_nonfinite,
+    clip_weights,
+    refuse_nonfinite,
+)
+from ._factors import wide
+from ._memory import Run, Work
+from ._problem import Problem, generators, rewind
+from ._sink import Again, FactorSink, NormSink, SumSink
+
+# ---- what is done with the samples of one chunk ----------------------------------------------------------
+
+
+def _metas(problem: Problem) -> tuple[Meta, ...]:
+    return tuple(Meta(p.shape, p.dtype, p.device) for p in problem.params)
+
+
+def _factored(problem: Problem, run: Run = _engine.run) -> FactoredGrads:
+    """The factors of all samples."""
+    blocks: list[Block] = []
+    outcomes: list[_engine.Outcome] = []
+
+    def take(part: _engine.Part[FactorSink]) -> None:
+        index = None if part.index is None else part.index.to(problem.params[0].device)
+        blocks.append(Block(index, tuple(part.sink.result())))
+        outcomes.append(part.outcome)
+
+    run(problem, lambda p: FactorSink(p.params, p.n), take)
+    outcome = _engine.join(outcomes, [block.index for block in blocks])
+    aux = optree.tree_unflatten(outcome.aux_spec, outcome.aux) if outcome.aux_spec is not None else None
+    return FactoredGrads(tuple(blocks), _metas(problem), problem.params_spec, problem.n, outcome.values, aux)
+
+
+def _norms(problem: Problem, run: Run = _engine.run, *, per_param: bool = False) -> tuple[Tensor, Tensor]:
+    """Squared norms (1, N), or (P, N) of each of P parameters, and losses; factors are let go as they come."""
+    before = generators(problem.params)
+    try:
+        return _norms_by(NormSink, problem, run, per_param)
+    except Again:
+        rewind(before)
+        return _norms_by(partial(NormSink, hasty=False), problem, run, per_param)
+
+
+def _norms_by(
+    sink: Callable[[Sequence[Tensor], int], NormSink], problem: Problem, run: Run, per_param: bool
+) -> tuple[Tensor, Tensor]:
+    found: list[Tensor] = []
+    places: list[Tensor | None] = []
+    outcomes: list[_engine.Outcome] = []
+    dtype, device = _dtype(problem), problem.params[0].device
+
+    def take(part: _engine.Part[NormSink]) -> None:
+        rows = part.sink.norms()
+        if not per_param:
+            rows = [added(rows)]
+        n = len(part.outcome.values)
+        found.append(
+            torch.stack(
+                [torch.zeros(n, dtype=dtype, device=device) if t is None else t.to(device, dtype) for t in rows]
+            )
+        )
+        places.append(part.index)
+        outcomes.append(part.outcome)
+
+    run(problem, lambda p: sink(p.params, p.n), take)
+    values = _engine.join(outcomes, places).values
+    if places[0] is None:
+        return found[0], values
+    whole = torch.empty(len(found[0]), problem.n, dtype=dtype, device=device)
+    for index, rows in zip(places, found, strict=True):
+        assert index is not None
+        whole[:, index.to(device)] = rows
+    return whole, values
+
+
+def _dtype(problem: Problem) -> torch.dtype:
+    """The dtype of norms."""
+    dtype = wide(problem.params[0].dtype)
+    for p in problem.params[1:]:
+        dtype = torch.promote_types(dtype, wide(p.dtype))
+    return dtype
+
+
+def _sums(problem: Problem, run: Run = _engine.run) -> tuple[list[Tensor | None], Tensor]:
+    """The gradients summed over all samples, each loss counting as `problem.seed` says; and the losses."""
+    totals: list[Tensor | None] = [None] * len(problem.params)
+    outcomes: list[_engine.Outcome] = []
+    places: list[Tensor | None] = []
+
+    def take(part: _engine.Part[SumSink]) -> None:
+        _accumulate(totals, part.sink.result())
+        outcomes.append(part.outcome)
+        places.append(part.index)
+
+    run(problem, lambda p: SumSink(p.params, p.seed), take)
+    return totals, _engine.join(outcomes, places).values
+
+
+def _accumulate(totals: list[Tensor | None], found: Sequence[Tensor | None]) -> None:
+    for i, t in enumerate(found):
+        if t is not None:
+            total = totals[i]
+            totals[i] = t if total is None else total.add_(t)
+
+
+def _finished(problem: Problem, totals: Sequence[Tensor | None]) -> Any:
+    """Sums as a pytree like params, in the parameters' dtypes; zeros where there is nothing."""
+    leaves = [
+        torch.zeros_like(p, memory_format=torch.contiguous_format) if t is None else t.to(p.dtype)
+        for t, p in zip(totals, problem.params, strict=True)
+    ]
+    return optree.tree_unflatten(problem.params_spec, leaves)
+
+
+# ---- chunks, and samples that do not count ---------------------------------------------------------------
+
+
+def _chunks(problem: Problem, step: int) -> Iterator[tuple[slice, Problem]]:
+    for start in range(0, problem.n, max(step, 1)):
+        rows = slice(start, min(start + step, problem.n))
+        yield rows, problem if step >= problem.n else problem.rows(rows)
+
+
+def _outside(name: str) -> None:
+    """These are not differentiable functions."""
+    if ft.current_level() is not None:
+        raise ArgumentError(
+            f"{name} is called inside a torch.func transform\n"
+            "  compute it from per_sample_grads there, which can be differentiated and vmapped."
+        )
+
+
+def _valid(problem: Problem, valid: Any) -> tuple[Problem, Tensor | None]:
+    """The samples that count, and which they are; None: all."""
+    if valid is None:
+        return problem, None
+    if not isinstance(valid, Tensor) or valid.dtype != torch.bool or tuple(valid.shape) != (problem.n,):
+        what = f"{valid.dtype}, {tuple(valid.shape)}" if isinstance(valid, Tensor) else f"a {type(valid).__name__}"
+        raise ArgumentError(f"valid is {what}, not booleans of shape ({problem.n},)\n  give one per sample.")
+    if bool(valid.all()):
+        return problem, None
+    index = valid.nonzero()[:, 0]
+    return problem.rows(index), index
+
+
+def _back(t: Tensor, index: Tensor | None, n: int) -> Tensor:
+    """Rows of the samples that count among zeros for the others."""
+    return t if index is None else t.new_zeros(n, *t.shape[1:]).index_copy_(0, index.to(t.device), t)
+
+
+def _no_values(problem: Problem) -> Tensor:
+    return problem.params[0].new_empty(0)
+
+
+# ---- the public functions --------------------------------------------------------------------------------
+
+
+def factored_grads(
+    fn: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    *,
+    in_dims: Any = 0,
+    has_aux: bool = False,
+    chunk_size: int | None = None,
+    max_bytes: int | None = None,
+    randomness: Randomness = "different",
+) -> FactoredGrads:
+    """Per-sample gradients that are not written out, to ask any number of questions of.
+
+    >>> model = torch.nn.Linear(100, 50)
+    >>> fn, params = psgrad.from_module(model, torch.nn.functional.cross_entropy)
+    >>> fg = psgrad.factored_grads(fn, params, (torch.randn(8, 100), torch.randint(50, (8,))))
+    >>> fg
+    FactoredGrads(8 samples x 5,050 parameters, holding 6,400 bytes; dense 161,600)
+    >>> fg.norms().shape, fg.dots().shape, fg.clipped_sum(1.0)["weight"].shape
+    (torch.Size([8]), torch.Size([8, 8]), torch.Size([50, 100]))
+
+    One forward and one backward. What is held are the inputs of layers and the gradients of their outputs, or
+    the gradients themselves where these are smaller: for a linear layer N x (I + O) numbers in place of
+    N x I x O.
+
+    Args:
+        fn, params, batch, in_dims, has_aux, randomness: as for `per_sample_grads`.
+        chunk_size: how many samples to run at once. The factors of all chunks are kept.
+        max_bytes: a bound on what is allocated beyond inputs and result; the chunk size is worked out from it.
+
+    Returns:
+        A `FactoredGrads`; its `values` are the losses, its `aux` what `fn` returned besides.
+    """
+    _outside("factored_grads")
+    problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness=randomness, has_aux=has_aux)
+    step = step_of(problem, chunk_size, max_bytes, Work("factored", _factored))
+    with _engine.differentiating():
+        parts = [(rows, _factored(chunk)) for rows, chunk in _chunks(problem, step)]
+        if not parts:
+            return FactoredGrads((), _metas(problem), problem.params_spec, 0, _no_values(problem))
+        return _own(_concatenated(problem, parts), problem)
+
+
+def _concatenated(problem: Problem, parts: Sequence[tuple[slice, FactoredGrads]]) -> FactoredGrads:
+    if len(parts) == 1:
+        return parts[0][1]
+    blocks = []
+    for rows, fg in parts:
+        places = torch.arange(rows.start, rows.stop, device=problem.params[0].device)
+        blocks += [Block(places if b.index is None else places[b.index], b.kept) for b in fg._blocks]
+    first = parts[0][1]
+    values = torch.cat([fg.values for _, fg in parts])
+    aux = first.aux
+    if aux is not None:
+        aux = optree.tree_map(lambda *leaves: torch.cat(leaves), *(fg.aux for _, fg in parts))
+    return FactoredGrads(tuple(blocks), first._metas, first._spec, problem.n, values, aux)
+
+
+def _own(fg: FactoredGrads, problem: Problem) -> FactoredGrads:
+    """The same without memory that is the caller's, who may change it."""
+    theirs = {t.untyped_storage()._cdata for t in problem.batch if isinstance(t, Tensor)}
+
+    def owned(t: Tensor) -> Tensor:
+        return t.clone() if t.untyped_storage()._cdata in theirs else t
+
+    blocks = [block.each(owned) for block in fg._blocks]
+    return FactoredGrads(tuple(blocks), fg._metas, fg._spec, fg._n, fg.values, fg.aux)
+
+
+def per_sample_norms(
+    fn: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    *,
+    per_param: bool = False,
+    valid: Tensor | None = None,
+    differentiable: bool = False,
+    in_dims: Any = 0,
+    chunk_size: int | None = None,
+    max_bytes: int | None = None,
+    randomness: Randomness = "different",
+) -> Any:
+    """The norm of every sample's gradient, at about the price of one backward pass.
+
+    >>> fn = lambda w, x: (w * x).sum() ** 2 / 2
+    >>> psgrad.per_sample_norms(fn, torch.tensor([1.0, 1.0]), torch.tensor([[3.0, 4.0], [0.0, 1.0], [1.0, -1.0]]))
+    tensor([35.,  1.,  0.])
+
+    Exact, cross terms of parameters that are used more than once included; N x P numbers are never held.
+    Sums are taken in float32 at least. A sample whose gradient is not finite has a norm that is not finite,
+    and touches no other.
+
+    Args:
+        fn, params, batch, in_dims, randomness: as for `per_sample_grads`.
+        per_param: the norms of each parameter's gradients, a pytree like params with leaves (N,).
+        valid: (N,) booleans; the other samples do not run, and their norms are 0.
+        differentiable: the result is attached to the autograd graph of params and batch, for gradient
+            penalties. Writes the gradients out, chunk by chunk. Inside a torch.func transform always so.
+        chunk_size, max_bytes: as for `per_sample_grads`.
+
+    Returns:
+        The norms, (N,), or with `per_param` a pytree of them.
+    """
+    attached = differentiable or ft.current_level() is not None
+    problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness=randomness, attached=differentiable)
+    n, (problem, index) = problem.n, _valid(problem, valid)
+    if attached:
+        step = min(chunk_size or problem.n, problem.n)
+        norms = _attached_norms(problem, step, per_param)
+    else:
+        step = step_of(problem, chunk_size, max_bytes, Work("norms", _norms))
+        with _engine.differentiating():
+            rows = [_norms(chunk, per_param=per_param)[0] for _, chunk in _chunks(problem, step)]
+        count = len(problem.params) if per_param else 1
+        norms = list((torch.cat(rows, 1) if rows else problem.params[0].new_empty(count, 0)).sqrt())
+    norms = [_back(t, index, n) for t in norms]
+    return optree.tree_unflatten(problem.params_spec, norms) if per_param else norms[0]
+
+
+def _attached_norms(problem: Problem, step: int, per_param: bool) -> list[Tensor]:
+    """The norms as a differentiable function of params and batch."""
+    if problem.n == 0:
+        return [problem.params[0].new_empty(0)] * (len(problem.params) if per_param else 1)
+    if ft.current_level() is not None:
+        grads = composed(problem, step)[0]
+    else:
+        try:
+            grads = composed(problem, step)[0]
+        except Exception as error:
+            why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            where = place_of(error)
+            grads = _looped_grads(problem)
+            warnings.warn(
+                f"psgrad runs fn in a loop over samples: exact, but slow\n  vmap refused at {where}: {why}",
+                FallbackWarning,
+                stacklevel=3,
+            )
+    each = [torch.linalg.vector_norm(g.flatten(1) if g.dim() > 1 else g[:, None], dim=1) for g in grads]
+    return each if per_param else [torch.linalg.vector_norm(torch.stack(each), dim=0)]  # at 0 its gradient is 0
+
+
+def _looped_grads(problem: Problem) -> list[Tensor]:
+    """Gradients with their graph, one sample after the other."""
+    rows = []
+    for i in range(problem.n):
+        params = [p if p.requires_grad else p.detach().requires_grad_() for p in problem.params]
+        loss = problem.call(params, problem.sample(i)).loss
+        rows.append(torch.autograd.grad(loss, params, create_graph=True, materialize_grads=True))
+    return [torch.stack(column) for column in zip(*rows, strict=True)]
+
+
+def weighted_grad(
+    fn: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    weights: Tensor | Callable[[Tensor], Tensor],
+    *,
+    valid: Tensor | None = None,
+    in_dims: Any = 0,
+    chunk_size: int | None = None,
+    max_bytes: int | None = None,
+    randomness: Randomness = "different",
+) -> Any:
+    """The sum over n of weights[n] times the gradient of sample n.
+
+    >>> fn = lambda w, x: (w * x).sum()
+    >>> w, x = torch.zeros(2), torch.tensor([[3.0, 4.0], [0.0, 2.0]])
+    >>> psgrad.weighted_grad(fn, w, x, torch.tensor([1.0, 10.0]))
+    tensor([ 3., 24.])
+    >>> psgrad.weighted_grad(fn, w, x, lambda norms: 1 / norms)  # every sample the same say
+    tensor([0.6000, 1.8000])
+
+    Given a tensor, this is one ordinary weighted backward. A function gets the norms (N,) of all samples that
+    count and returns their weights; with more than one chunk that takes two passes, which draw the same random
+    numbers. A sample with weight 0 does not count, not even if its gradient is NaN.
+
+    Args:
+        fn, params, batch, in_dims, randomness, chunk_size, max_bytes: as for `per_sample_grads`.
+        weights: (N,), or a function of the norms.
+        valid: (N,) booleans; the other samples do not run.
+
+    Returns:
+        A pytree like params.
+    """
+    _outside("weighted_grad")
+    problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness=randomness)
+    n, (problem, index) = problem.n, _valid(problem, valid)
+    with _engine.differentiating():
+        if not callable(weights):
+            w = _checked_weights(weights, n, problem)
+            step = step_of(problem, chunk_size, max_bytes, Work("sums", _sums))
+            return _finished(problem, _weighted(problem, w if index is None else w[index.to(w.device)], step))
+        step = step_of(problem, chunk_size, max_bytes, Work("clipped", _clip_work))
+        if step >= problem.n > 0:
+            fg = _factored(problem)
+            w = _checked_weights(weights(fg.norms()), problem.n, problem)
+            return _finished(problem, fg._sums([w] * len(problem.params)))
+        states, rows = [], []
+        for _, chunk in _chunks(problem, step):
+            states.append(generators(problem.params))
+            rows.append(_norms(chunk)[0][0].sqrt())
+        norms = torch.cat(rows) if rows else problem.params[0].new_empty(0)
+        w = _checked_weights(weights(norms), problem.n, problem)
+        return _finished(problem, _weighted(problem, w, step, states))
+
+
+def _checked_weights(weights: Any, n: int, problem: Problem) -> Tensor:
+    if not isinstance(weights, Tensor):
+        raise ArgumentTypeError(
+            f"weights is a {type(weights).__name__}, not a tensor\n"
+            "  give one number per sample, or a function of the norms."
+        )
+    if tuple(weights.shape) != (n,):
+        raise ArgumentError(f"weights has shape {tuple(weights.shape)}, not ({n},)\n  give one number per sample.")
+    return weights.detach().to(problem.params[0].device)
+
+
+def _weighted(problem: Problem, w: Tensor, step: int, states: Sequence[Any] = ()) -> list[Tensor | None]:
+    """The gradients of the weighted losses, summed; each chunk draws from the state given for it."""
+    totals: list[Tensor | None] = [None] * len(problem.params)
+    after = generators(problem.params)
+    for k, (_, chunk) in enumerate(_chunks(replace(problem, seed=w), step)):
+        if states:
+            rewind(states[k])
+        _accumulate(totals, _sums(chunk)[0])
+    if states:
+        rewind(after)
+    return totals
+
+
+class ClippedGrad(NamedTuple):
+    """What `clipped_grad` gives."""
+
+    grad: Any  # the sum of the clipped gradients, a pytree like params
+    norms: Any  # (N,) before clipping; a pytree of them like max_norm where that is one
+    values: Tensor  # (N,) losses
+
+
+def clipped_grad(
+    fn: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    max_norm: Any,
+    *,
+    nonfinite: Literal["raise", "zero", "propagate"] = "raise",
+    valid: Tensor | None = None,
+    in_dims: Any = 0,
+    chunk_size: int | None = None,
+    max_bytes: int | None = None,
+    randomness: Randomness = "different",
+) -> ClippedGrad:
+    """The sum of the per-sample gradients, each scaled down to norm `max_norm` where it is larger.
+
+    >>> fn = lambda w, x: (w * x).sum()
+    >>> psgrad.clipped_grad(fn, torch.zeros(2), torch.tensor([[3.0, 4.0], [0.0, 0.5]]), 1.0)
+    ClippedGrad(grad=tensor([0.6000, 1.3000]), norms=tensor([5.0000, 0.5000]), values=tensor([0., 0.]))
+
+    One forward and one backward: the factors are kept until the norms are known. Where `max_bytes` does not
+    allow even one sample's factors, two passes: norms first, then the weighted gradient. A gradient of norm 0
+    stays as it is.
+
+    Args:
+        fn, params, batch, in_dims, randomness, chunk_size, max_bytes: as for `per_sample_grads`.
+        max_norm: a positive number; or a pytree prefix of params, for example one number per layer: then each
+            number clips the norm over the parameters below it.
+        nonfinite: what to do with samples whose gradients are not finite. "raise": an error that names them;
+            "zero": they do not count; "propagate": the sum is NaN.
+        valid: (N,) booleans; the other samples do not run and do not count, their norms and values are 0.
+
+    Returns:
+        `ClippedGrad(grad, norms, values)`.
+    """
+    _outside("clipped_grad")
+    check_nonfinite(nonfinite)
+    problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness=randomness)
+    bounds, bounds_spec, group = _bounds(max_norm, params)
+    n, (problem, index) = problem.n, _valid(problem, valid)
+    _check_bound(chunk_size, max_bytes)
+    with _engine.differentiating():
+        try:
+            step = step_of(problem, chunk_size, max_bytes, Work("clipped", _clip_work))
+        except ArgumentError:
+            if max_bytes is None or len(bounds) > 1:
+                raise
+            totals, norms, values = _clipped_in_two(problem, bounds[0], nonfinite, max_bytes)
+        else:
+            totals, norms, values = _clipped(problem, bounds, group, nonfinite, step)
+    norms, values = _back(norms.mT, index, n).mT, _back(values, index, n)
+    if nonfinite == "raise":
+        refuse_nonfinite(norms.sum(0))
+    given = list(norms)
+    return ClippedGrad(
+        _finished(problem, totals),
+        given[0] if bounds_spec is None else optree.tree_unflatten(bounds_spec, given),
+        values,
+    )
+
+
+def _check_bound(chunk_size: int | None, max_bytes: int | None) -> None:
+    _problem.check_positive("chunk_size", chunk_size)
+    _problem.check_positive("max_bytes", max_bytes)
+
+
+def _bounds(max_norm: Any, params: Any) -> tuple[list[Any], optree.PyTreeSpec | None, list[int]]:
+    """The bounds, their tree where they are one, and which of them each parameter is under."""
+    leaves, spec = optree.tree_flatten(max_norm)
+    count = len(optree.tree_leaves(params))
+    if spec.is_leaf():
+        return [check_max_norm(max_norm)], None, [0] * count
+    numbers = optree.tree_unflatten(spec, list(range(len(leaves))))
+    try:
+        group: list[int] = optree.broadcast_prefix(numbers, params)
+    except (ValueError, TypeError) as error:
+        raise ArgumentError(
+            "max_norm does not fit params\n"
+            f"  give one number, or a pytree prefix of params ({str(error).splitlines()[0]})."
+        ) from None
+    names = _problem.paths(spec, "max_norm")
+    return [check_max_norm(leaf, name) for leaf, name in zip(leaves, names, strict=True)], spec, group
+
+
+def _clip_work(problem: Problem, run: Run) -> object:
+    """What a chunk of clipped_grad does, for those who ask what it allocates."""
+    fg = _factored(problem, run)
+    norms = fg.sq_norms()
+    return fg._sums([norms] * len(problem.params), counted=True)
+
+
+def _clipped(
+    problem: Problem, bounds: Sequence[Any], group: Sequence[int], nonfinite: str, step: int
+) -> tuple[list[Tensor | None], Tensor, Tensor]:
+    """The sums; norms (B, N) of the parameters under each of B bounds; the losses."""
+    totals: list[Tensor | None] = [None] * len(problem.params)
+    all_norms, all_values = [], []
+    for _, chunk in _chunks(problem, step):
+        fg = _factored(chunk)
+        if len(bounds) == 1:
+            norms = fg.norms()[None]
+        else:
+            each = optree.tree_leaves(fg.sq_norms(per_param=True))
+            of_bound = [[t for t, k in zip(each, group, strict=True) if k == b] for b in range(len(bounds))]
+            norms = torch.stack([torch.stack(ts).sum(0) if ts else torch.zeros_like(each[0]) for ts in of_bound]).sqrt()
+        finite = norms.sum(0).isfinite()
+        weights = [clip_weights(t, bound, finite, nonfinite) for t, bound in zip(norms, bounds, strict=True)]
+        _accumulate(totals, fg._sums([weights[k] for k in group]))
+        all_norms.append(norms)
+        all_values.append(fg.values)
+    if not all_norms:
+        return totals, problem.params[0].new_empty(len(bounds), 0), _no_values(problem)
+    return totals, torch.cat(all_norms, 1), torch.cat(all_values)
+
+
+def _clipped_in_two(
+    problem: Problem, bound: Any, nonfinite: str, max_bytes: int
+) -> tuple[list[Tensor | None], Tensor, Tensor]:
+    """The same by two passes: norms, then the gradient of the weighted losses. Both draw the same numbers."""
+    step = min(
+        step_of(problem, None, max_bytes, Work("norms", _norms)), step_of(problem, None, max_bytes, Work("sums", _sums))
+    )
+    states, norms, values = [], [], []
+    for _, chunk in _chunks(problem, step):
+        states.append(generators(problem.params))
+        found, losses = _norms(chunk)
+        norms.append(found.sqrt())
+        values.append(losses)
+    whole = torch.cat(norms, 1)
+    w = clip_weights(whole[0], bound, whole[0].isfinite(), nonfinite)
+    return _weighted(problem, w, step, states), whole, torch.cat(values)
+
+
+def gram(
+    fn: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    other: Any = None,
+    *,
+    valid: Tensor | None = None,
+    in_dims: Any = 0,
+    chunk_size: int | None = None,
+    max_bytes: int | None = None,
+    randomness: Randomness = "different",
+) -> Tensor:
+    """Inner products of per-sample gradients: (N, N), or (N, M) with those of another batch.
+
+    >>> fn = lambda w, x: (w * x).sum()
+    >>> psgrad.gram(fn, torch.zeros(2), torch.tensor([[3.0, 4.0], [0.0, 2.0]]))
+    tensor([[25.,  8.],
+            [ 8.,  4.]])
+
+    The empirical neural tangent kernel of the loss, and what data attribution is made of. In chunks two of them
+    are held at a time, and each runs once for every other: the fewer chunks, the better. To ask several questions
+    of one batch, keep its `factored_grads` and give that as `other`.
+
+    Args:
+        fn, params, batch, in_dims, randomness, chunk_size, max_bytes: as for `per_sample_grads`.
+        other: another batch for the same `fn` and `in_dims`, or a `FactoredGrads`; None: the batch itself.
+        valid: (N,) booleans; rows (and without `other` columns) of the other samples are 0, and they do not run.
+
+    Returns:
+        A tensor (N, N) or (N, M), in float32 at least.
+    """
+    _outside("gram")
+    problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness=randomness)
+    n, (problem, index) = problem.n, _valid(problem, valid)
+    step = step_of(problem, chunk_size, max_bytes, Work("gram", _gram_work))
+    with _engine.differentiating():
+        if isinstance(other, FactoredGrads):
+            found = _stacked([_factored(chunk).dots(other) for _, chunk in _chunks(problem, step)], problem, len(other))
+        elif other is not None:
+            second = _problem.make(fn, params, other, in_dims=in_dims, randomness=randomness)
+            found = _crossed(problem, second, step)
+        else:
+            found = _back(_crossed(problem, None, step).mT, index, n).mT
+    return _back(found, index, n)
+
+
+def _gram_work(problem: Problem, run: Run) -> object:
+    first = _factored(problem, run)
+    return first.dots(_factored(problem, run))
+
+
+def _stacked(rows: Sequence[Tensor], problem: Problem, m: int) -> Tensor:
+    return torch.cat(list(rows)) if rows else torch.zeros(0, m, dtype=_dtype(problem), device=problem.params[0].device)
+
+
+def _crossed(problem: Problem, second: Problem | None, step: int) -> Tensor:
+    """Inner products chunk against chunk; a chunk that runs again draws what it drew the first time."""
+    states: dict[int, Any] = {}
+    rows = [chunk for _, chunk in _chunks(problem, step)]
+    columns = rows if second is None else [chunk for _, chunk in _chunks(second, step)]
+
+    def again(k: int) -> FactoredGrads:
+        if k not in states:
+            states[k] = generators(problem.params)
+            return _factored(columns[k])
+        with _engine.generators_kept(problem):
+            rewind(states[k])
+            return _factored(columns[k])
+
+    m = problem.n if second is None else second.n
+    out = torch.zeros(problem.n, m, dtype=_dtype(problem), device=problem.params[0].device)
+    for i, chunk in enumerate(rows):
+        left = again(i) if second is None else _factored(chunk)
+        top = slice(i * step, i * step + chunk.n)
+        for k in range(i if second is None else 0, len(columns)):
+            side = slice(k * step, k * step + columns[k].n)
+            out[top, side] = left.dots(left if second is None and k == i else again(k))
+            if second is None and k != i:
+                out[side, top] = out[top, side].mT
+    return out
+
+
+class GradStats(NamedTuple):
+    """What `grad_stats` gives."""
+
+    mean: Any  # a pytree like params
+    variance: Any  # a pytree like params
+    sq_norms: Tensor  # (N,)
+    values: Tensor  # (N,) losses
+    trace: Tensor  # tr(S)
+    sq_mean: Tensor  # |G|^2
+    noise_scale: Tensor  # tr(S) / |G|^2
+
+
+def grad_stats(
+    fn: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    *,
+    valid: Tensor | None = None,
+    in_dims: Any = 0,
+    chunk_size: int | None = None,
+    max_bytes: int | None = None,
+    randomness: Randomness = "different",
+) -> GradStats:
+    """Mean and variance of the per-sample gradients, and the gradient noise scale.
+
+    >>> fn = lambda w, x: (w * x).sum()
+    >>> stats = psgrad.grad_stats(fn, torch.zeros(2), torch.tensor([[1.0, 4.0], [3.0, 4.0]]))
+    >>> stats.mean, stats.variance, stats.sq_norms
+    (tensor([2., 4.]), tensor([2., 0.]), tensor([17., 25.]))
+    >>> stats.trace.item(), stats.sq_mean.item()
+    (2.0, 19.0)
+
+    With N samples g_n drawn independently, their true mean G and covariance S:
+
+    - `mean` and `variance` (with N - 1) are unbiased for G and for the diagonal of S;
+    - `trace`, the sum of `variance`, is unbiased for tr(S);
+    - `sq_mean` = |mean|^2 - trace / N is unbiased for |G|^2 (|mean|^2 alone is too large by tr(S) / N, and so
+      `sq_mean` can be negative where noise drowns the signal);
+    - `noise_scale` = trace / sq_mean is the simple noise scale of McCandlish et al. (2018), a batch size; as a
+      ratio of two unbiased estimates it is not itself unbiased. Average `trace` and `sq_mean` over batches
+      before dividing, for a steadier figure.
+
+    With fewer than two samples all but `mean` and `sq_norms` is NaN. The gradients are written out a few samples
+    at a time where a layer's factors do not give the variance otherwise; N x P numbers are never held.
+
+    Args:
+        fn, params, batch, in_dims, randomness, chunk_size, max_bytes: as for `per_sample_grads`.
+        valid: (N,) booleans; the other samples do not run and do not count, their entries are 0.
+
+    Returns:
+        `GradStats(mean, variance, sq_norms, values, trace, sq_mean, noise_scale)`.
+    """
+    _outside("grad_stats")
+    problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness=randomness)
+    n, (problem, index) = problem.n, _valid(problem, valid)
+    step = step_of(problem, chunk_size, max_bytes, Work("stats", _stats_work))
+    mean = [meta.new() for meta in _metas(problem)]
+    spread = [meta.new() for meta in _metas(problem)]
+    sq_norms, values, seen = [], [], 0
+    with _engine.differentiating():
+        for _, chunk in _chunks(problem, step):
+            fg = _factored(chunk)
+            own = [t / len(fg) for t in fg._sums(None)]
+            share = len(fg) / (seen + len(fg))
+            for m, s, t, part in zip(mean, spread, own, fg._spread(own), strict=True):  # Chan et al. (1983)
+                gap = t - m
+                s += part + gap.square() * (seen * share)
+                m += gap * share
+            sq_norms.append(fg.sq_norms())
+            values.append(fg.values)
+            seen += len(fg)
+    below = seen - 1 if seen > 1 else torch.nan
+    variance = [s / below for s in spread]
+    if seen == 0:
+        mean = [m * torch.nan for m in mean]
+    dtype = _dtype(problem)
+    trace = torch.stack([v.sum(dtype=dtype) for v in variance]).sum()
+    sq_mean = torch.stack([m.square().sum(dtype=dtype) for m in mean]).sum() - trace / max(seen, 1)
+    squares = torch.cat(sq_norms) if sq_norms else torch.zeros(0, dtype=dtype, device=problem.params[0].device)
+    losses = torch.cat(values) if values else _no_values(problem)
+    return GradStats(
+        _finished(problem, mean),
+        _finished(problem, variance),
+        _back(squares, index, n),
+        _back(losses, index, n),
+        trace,
+        sq_mean,
+        trace / sq_mean,
+    )
+
+
+def _stats_work(problem: Problem, run: Run) -> object:
+    fg = _factored(problem, run)
+    return fg._spread(fg._sums(None)), fg.sq_norms()
