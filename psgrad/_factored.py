@@ -151,12 +151,14 @@ class FactoredGrads:
             raise ArgumentError(f"weights has {what}, not shape ({self._n},)\n  give one number per sample.")
         return weights.detach().to(self._metas[0].device)
 
-    def _sums(self, weights: Sequence[Tensor] | None, counted: bool = False) -> list[Tensor]:
-        """Sums of the gradients of each parameter with its own weights, in the dtype for sums.
-
-        `counted`: no weight is 0, or it does not matter.
-        """
+    def _sums(self, weights: Sequence[Tensor] | None) -> list[Tensor]:
+        """Sums of the gradients of each parameter with its own weights, in the dtype for sums."""
         totals: list[Tensor | None] = [None] * len(self._metas)
+        self.add_sums(weights, totals)
+        return [meta.new() if t is None else t for t, meta in zip(totals, self._metas, strict=True)]
+
+    def add_sums(self, weights: Sequence[Tensor] | None, totals: list[Tensor | None], counted: bool = False) -> None:
+        """The same, added to `totals`. `counted`: no weight is 0, or it does not matter."""
         for block in self._blocks:
             chosen: dict[int, tuple[Tensor, Tensor | None]] = {}  # most parameters share their weights
             for i, kept in enumerate(block.kept):
@@ -172,7 +174,6 @@ class FactoredGrads:
                     kept = kept if there is None else kept.select(there)
                 found, total = kept.weighted_sum(w), totals[i]
                 totals[i] = found if total is None else total.add_(found)
-        return [meta.new() if t is None else t for t, meta in zip(totals, self._metas, strict=True)]
 
     def _spread(self, mean: Sequence[Tensor]) -> list[Tensor]:
         """The sums of squared differences from `mean`."""
@@ -327,7 +328,8 @@ def added(parts: Sequence[Tensor | None]) -> Tensor | None:
 # ---- as a pytree node ------------------------------------------------------------------------------------
 
 
-class _Layout(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _Layout:
     """A FactoredGrads but for its tensors."""
 
     blocks: tuple[Block, ...]  # with ... for each tensor

@@ -71,6 +71,8 @@ class Work(NamedTuple):
     name: str
     do: Callable[[Problem, Run], object]
     result: int = 0  # bytes per sample that stay, and do not count
+    sums: int = 0  # bytes of the sums over samples that are the result
+    in_place: bool = False  # whether chunks add to one result; otherwise each has sums of its own first
 
 
 def _peak(problem: Problem, work: Work, run: Run) -> int:
@@ -94,9 +96,10 @@ def peak_bytes(problem: Problem, n: int, work: Work, parted: bool = False) -> in
     `parted`: also where samples disagree and each part holds results of its own before they are put
     together. On shapes alone where `fn` allows it; where it looks at values, from runs on one and on two samples.
     """
+    whole = work.sums if work.in_place or n == problem.n else 0
     try:
         with fake(problem) as shapes:
-            return _peak(_first(shapes, n), work, _at_once)
+            return max(0, _peak(_first(shapes, n), work, _at_once) - whole)
     except PsgradError:
         raise
     except (Exception, Diverged):
@@ -104,7 +107,7 @@ def peak_bytes(problem: Problem, n: int, work: Work, parted: bool = False) -> in
             run = partial(_engine.run, quiet=True)
             one = _peak(_first(problem, 1), work, run)
             two = _peak(_first(problem, 2), work, run) if n > 1 and problem.n > 1 else one
-        return one + (n - 1) * max(two - one, 0) + n * (work.result if parted else 0)
+        return max(0, one + (n - 1) * max(two - one, 0) - whole) + n * (work.result if parted else 0)
 
 
 _CHOSEN: "weakref.WeakKeyDictionary[Any, dict[Any, int]]" = weakref.WeakKeyDictionary()

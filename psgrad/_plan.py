@@ -29,6 +29,15 @@ def samples_at_once(bytes_each: int) -> int:
     return max(1, WORKSPACE // max(1, bytes_each))
 
 
+def keeps_dense(held: int, dense: int) -> bool:
+    """Whether to keep gradients in place of their factor, from the bytes of either.
+
+    Where gradients are about as small as the factor (a convolution over many positions), norms need them written
+    out anyway, and a weighted sum of them is cheaper than of the factor.
+    """
+    return dense <= 2 * held
+
+
 def gram_block(t: int) -> int:
     """How many of T positions meet as many others at once, in a block of at most 1024 x 1024 products."""
     return max(1, min(t, 1024))

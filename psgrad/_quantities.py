@@ -104,7 +104,7 @@ def _dtype(problem: Problem) -> torch.dtype:
 
 def _sums(problem: Problem, run: Run = _engine.run) -> tuple[list[Tensor | None], Tensor]:
     """The gradients summed over all samples, each loss counting as `problem.seed` says; and the losses."""
-    totals: list[Tensor | None] = [None] * len(problem.params)
+    totals = _no_totals(problem)
     outcomes: list[_engine.Outcome] = []
     places: list[Tensor | None] = []
 
@@ -115,6 +115,15 @@ def _sums(problem: Problem, run: Run = _engine.run) -> tuple[list[Tensor | None]
 
     run(problem, lambda p: SumSink(p.params, p.seed), take)
     return totals, _engine.join(outcomes, places).values
+
+
+def _no_totals(problem: Problem) -> list[Tensor | None]:
+    return [None] * len(problem.params)
+
+
+def _work(name: str, do: Callable[[Problem, Run], object], problem: Problem, in_place: bool = False) -> Work:
+    """What a sum over samples does."""
+    return Work(name, do, sums=sum(p.numel() * wide(p.dtype).itemsize for p in problem.params), in_place=in_place)
 
 
 def _accumulate(totals: list[Tensor | None], found: Sequence[Tensor | None]) -> None:
@@ -366,9 +375,9 @@ def weighted_grad(
     with _engine.differentiating():
         if not callable(weights):
             w = _checked_weights(weights, n, problem)
-            step = step_of(problem, chunk_size, max_bytes, Work("sums", _sums))
+            step = step_of(problem, chunk_size, max_bytes, _work("sums", _sums, problem))
             return _finished(problem, _weighted(problem, w if index is None else w[index.to(w.device)], step))
-        step = step_of(problem, chunk_size, max_bytes, Work("clipped", _clip_work))
+        step = step_of(problem, chunk_size, max_bytes, _work("clipped", _clip_work, problem, True))
         if step >= problem.n > 0:
             fg = _factored(problem)
             w = _checked_weights(weights(fg.norms()), problem.n, problem)
@@ -395,7 +404,7 @@ def _checked_weights(weights: Any, n: int, problem: Problem) -> Tensor:
 
 def _weighted(problem: Problem, w: Tensor, step: int, states: Sequence[Any] = ()) -> list[Tensor | None]:
     """The gradients of the weighted losses, summed; each chunk draws from the state given for it."""
-    totals: list[Tensor | None] = [None] * len(problem.params)
+    totals = _no_totals(problem)
     after = generators(problem.params)
     for k, (_, chunk) in enumerate(_chunks(replace(problem, seed=w), step)):
         if states:
@@ -456,7 +465,7 @@ def clipped_grad(
     _check_bound(chunk_size, max_bytes)
     with _engine.differentiating():
         try:
-            step = step_of(problem, chunk_size, max_bytes, Work("clipped", _clip_work))
+            step = step_of(problem, chunk_size, max_bytes, _work("clipped", _clip_work, problem, True))
         except ArgumentError:
             if max_bytes is None or len(bounds) > 1:
                 raise
@@ -499,16 +508,16 @@ def _bounds(max_norm: Any, params: Any) -> tuple[list[Any], optree.PyTreeSpec | 
 
 def _clip_work(problem: Problem, run: Run) -> object:
     """What a chunk of clipped_grad does, for those who ask what it allocates."""
-    fg = _factored(problem, run)
-    norms = fg.sq_norms()
-    return fg._sums([norms] * len(problem.params), counted=True)
+    fg, totals = _factored(problem, run), _no_totals(problem)
+    fg.add_sums([fg.sq_norms()] * len(problem.params), totals, counted=True)
+    return totals
 
 
 def _clipped(
     problem: Problem, bounds: Sequence[Any], group: Sequence[int], nonfinite: str, step: int
 ) -> tuple[list[Tensor | None], Tensor, Tensor]:
     """The sums; norms (B, N) of the parameters under each of B bounds; the losses."""
-    totals: list[Tensor | None] = [None] * len(problem.params)
+    totals = _no_totals(problem)
     all_norms, all_values = [], []
     for _, chunk in _chunks(problem, step):
         fg = _factored(chunk)
@@ -520,7 +529,7 @@ def _clipped(
             norms = torch.stack([torch.stack(ts).sum(0) if ts else torch.zeros_like(each[0]) for ts in of_bound]).sqrt()
         finite = norms.sum(0).isfinite()
         weights = [clip_weights(t, bound, finite, nonfinite) for t, bound in zip(norms, bounds, strict=True)]
-        _accumulate(totals, fg._sums([weights[k] for k in group]))
+        fg.add_sums([weights[k] for k in group], totals)
         all_norms.append(norms)
         all_values.append(fg.values)
     if not all_norms:
@@ -532,9 +541,8 @@ def _clipped_in_two(
     problem: Problem, bound: Any, nonfinite: str, max_bytes: int
 ) -> tuple[list[Tensor | None], Tensor, Tensor]:
     """The same by two passes: norms, then the gradient of the weighted losses. Both draw the same numbers."""
-    step = min(
-        step_of(problem, None, max_bytes, Work("norms", _norms)), step_of(problem, None, max_bytes, Work("sums", _sums))
-    )
+    works = _work("sums", _sums, problem), Work("norms", _norms)  # the first asks for more, as a rule
+    step = min(step_of(problem, None, max_bytes, work) for work in works)
     states, norms, values = [], [], []
     for _, chunk in _chunks(problem, step):
         states.append(generators(problem.params))
@@ -683,7 +691,7 @@ def grad_stats(
     _outside("grad_stats")
     problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness=randomness)
     n, (problem, index) = problem.n, _valid(problem, valid)
-    step = step_of(problem, chunk_size, max_bytes, Work("stats", _stats_work))
+    step = step_of(problem, chunk_size, max_bytes, _work("stats", _stats_work, problem))
     mean = [meta.new() for meta in _metas(problem)]
     spread = [meta.new() for meta in _metas(problem)]
     sq_norms, values, seen = [], [], 0

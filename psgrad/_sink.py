@@ -6,7 +6,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from . import _alloc
+from . import _alloc, _plan
 from ._errors import ArgumentError
 from ._factors import Dense, Factor, wide
 from ._kept import Kept, Pulled, Term, grouped, upright
@@ -93,6 +93,25 @@ class DenseSink:
         return [self.grads[i] for i in range(len(self.params))]
 
 
+def _term(param: Param, factor: Factor) -> Term:
+    """A factor at its place; gradients of an expanded view are written out, and summed."""
+    region = param.region
+    if any(size > 1 and stride == 0 for size, stride in zip(region.shape, region.strides, strict=True)):
+        region, grads = param.collapsed(factor.dense())
+        return Term(region, Dense(grads))
+    return Term(region, factor)
+
+
+def _kept_term(param: Param, factor: Factor) -> Term:
+    """The same, without the graph, in the form that takes less memory."""
+    region, factor = _term(param, factor.each(Tensor.detach))
+    if not isinstance(factor, Dense):
+        held = sum(t.numel() * t.element_size() for t in factor.tensors())
+        if _plan.keeps_dense(held, len(factor) * prod(factor.shape) * factor.dtype.itemsize):
+            factor = Dense(factor.dense())
+    return Term(region, factor)
+
+
 class FactorSink:
     """The factors themselves, without the graph they come from."""
 
@@ -107,12 +126,7 @@ class FactorSink:
 
     def add(self, param: Param, factor: Factor, use: object = None) -> None:
         """A factor of a parameter, or of a view of one."""
-        region = param.region
-        factor = factor.each(Tensor.detach)
-        if any(size > 1 and stride == 0 for size, stride in zip(region.shape, region.strides, strict=True)):
-            region, grads = param.collapsed(factor.dense())
-            factor = Dense(grads)
-        self.terms.setdefault(param.source.index, []).append(Term(region, factor))
+        self.terms.setdefault(param.source.index, []).append(_kept_term(param, factor))
 
     def add_dense(self, source: Source, grads: Tensor) -> None:
         """Gradients of a whole source that autograd worked out."""
@@ -210,11 +224,7 @@ class SumSink:
 
     def add(self, param: Param, factor: Factor, use: object = None) -> None:
         """A factor of a parameter, or of a view of one."""
-        source, region = param.source, param.region
-        if any(size > 1 and stride == 0 for size, stride in zip(region.shape, region.strides, strict=True)):
-            region, grads = param.collapsed(factor.dense())
-            factor = Dense(grads)
-        region, factor = upright(Term(region, factor))
+        source, (region, factor) = param.source, upright(_term(param, factor))
         found = self._sum(factor)
         self._add(source.index, region, None if found is None else found.view(region.shape), source.value.shape)
 

@@ -1,15 +1,21 @@
 """Norms, sums, inner products and statistics, for every case of the table: as from the loop's gradients."""
 
 import contextlib
+from functools import partial
 from typing import Any
 
+import hypothesis
 import optree
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.func import grad, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import psgrad
-from psgrad import _plan
+from psgrad import _memory, _plan
 
 from .cases import CASES, Case, N
 from .test_contract import assert_close
@@ -108,3 +114,640 @@ def test_one_call_functions_stream_over_chunks(case: Case) -> None:
     assert_close(stats.variance, variance(grads))
     assert_close(stats.sq_norms, norms.square())
     assert_close(stats.trace, rows.var(0).sum())
+
+
+# ---- shared weights, at length ---------------------------------------------------------------------------
+
+
+def check_all(fn: Any, params: Any, batch: Any, **tolerances: Any) -> None:
+    """Every quantity as from the loop's gradients."""
+    grads = psgrad.testing.loop_grads(fn, params, batch)
+    rows = flat(grads)
+    n = len(rows)
+    fg = psgrad.factored_grads(fn, params, batch)
+    assert_close(fg.sq_norms(), rows.square().sum(1), **tolerances)
+    assert_close(psgrad.per_sample_norms(fn, params, batch), rows.norm(dim=1), **tolerances)
+    assert_close(fg.dots(), rows @ rows.mT, **tolerances)
+    w = torch.linspace(0, 1, n, dtype=rows.dtype)
+    assert_close(fg.weighted_sum(w), summed(grads, w), **tolerances)
+    assert_close(psgrad.weighted_grad(fn, params, batch, w), summed(grads, w), **tolerances)
+    if n > 1:
+        assert_close(fg.variance(), optree.tree_map(lambda t: t.var(0), grads), **tolerances)
+
+
+USES = {
+    "linear": lambda w, x: F.linear(x, w),
+    "transposed": lambda w, x: x @ w,
+    "einsum": lambda w, x: torch.einsum("ti,oi->to", x, w),
+    "rows": lambda w, x: w[:2] @ x.mT,
+    "columns": lambda w, x: x[:, :2] @ w[:, :2].mT,
+    "other columns": lambda w, x: x[:, 2:] @ w[:, 2:].mT,
+    "embedding": lambda w, x: F.embedding((x * 7).long() % len(w), w),
+    "indexed": lambda w, x: w[(x[:, 0] * 5).long() % len(w)],
+    "bare": lambda w, x: x[:, None] * w,
+    "maximum": lambda w, x: torch.maximum(x.mean(), w),
+    "squared": lambda w, x: (w**2) @ x.mT,
+    "convolution": lambda w, x: F.conv1d(x[None, :, :2].mT, w.view(2, 2, -1), padding=2),
+    "pointwise": lambda w, x: F.conv1d(x.mT[None], w[..., None]),
+    "expanded": lambda w, x: torch.baddbmm(x.sum() * x.new_ones(3, 4, 2), w.expand(3, 4, 4), x.new_ones(3, 4, 2)),
+}
+
+
+@hypothesis.given(uses=st.lists(st.sampled_from(sorted(USES)), min_size=1, max_size=4), t=st.integers(1, 9))
+@hypothesis.settings(max_examples=80)
+def test_a_weight_used_in_several_ways(uses: list[str], t: int) -> None:
+    torch.manual_seed(0)
+
+    def fn(params: Any, x: Tensor) -> Tensor:
+        total = torch.zeros((), dtype=x.dtype)
+        for k, use in enumerate(uses):
+            total = total + (USES[use](params["w"], x + k) * params["s"]).sin().sum()
+        return total
+
+    params = {"w": torch.randn(4, 4, dtype=torch.float64), "s": torch.tensor(0.7, dtype=torch.float64)}
+    check_all(fn, params, torch.randn(3, t, 4, dtype=torch.float64), rtol=1e-6, atol=1e-8)
+
+
+class TiedGPT(nn.Module):
+    """Embedding and head share a table; positions; one block called twice, as ALBERT has it."""
+
+    def __init__(self, vocabulary: int = 50, width: int = 16, length: int = 12) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.block = nn.TransformerEncoderLayer(width, 2, 2 * width, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.tokens(x) + self.places(torch.arange(x.shape[1]))
+        for _ in range(2):
+            h = self.block(h)
+        logits: Tensor = self.head(h)
+        return logits.flatten(0, 1)
+
+
+def tokens_loss(logits: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(logits, y.flatten())
+
+
+def tied_gpt() -> tuple[Any, Any, Any]:
+    fn, params = psgrad.from_module(TiedGPT().double(), tokens_loss)
+    return fn, params, (torch.randint(50, (5, 12)), torch.randint(50, (5, 12)))
+
+
+def recurrent() -> tuple[Any, Any, Any]:
+    """A cell unrolled by hand."""
+
+    def fn(params: Any, x: Tensor) -> Tensor:
+        h = x.new_zeros(6)
+        for step in x:
+            h = torch.tanh(F.linear(step, params["in"], params["bias"]) + F.linear(h, params["hidden"]))
+        return h.square().sum()
+
+    shapes = {"in": (6, 3), "hidden": (6, 6), "bias": (6,)}
+    params = {name: torch.randn(shape, dtype=torch.float64) / 2 for name, shape in shapes.items()}
+    return fn, params, torch.randn(5, 7, 3, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("make", [tied_gpt, recurrent])
+def test_models_with_shared_weights(make: Any) -> None:
+    check_all(*make())
+
+
+class Watch(TorchDispatchMode):
+    """Records the most elements that any new tensor had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (list, tuple)) else (out,):
+            if isinstance(t, Tensor) and not t._is_view():
+                self.most = max(self.most, t.untyped_storage().nbytes() // t.element_size())
+        return out
+
+
+@pytest.mark.parametrize("quantity", ["norms", "clipped", "weighted", "gram"])
+def test_no_tensor_of_n_times_p(quantity: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither for the tied table nor for the layers that are called twice: N x P of any one parameter."""
+    monkeypatch.setattr(_plan, "WORKSPACE", 1 << 12)
+    n, width, vocabulary = 16, 32, 500
+    fn, params = psgrad.from_module(TiedGPT(vocabulary, width), tokens_loss)
+    batch = torch.randint(vocabulary, (n, 12)), torch.randint(vocabulary, (n, 12))
+    ask = {
+        "norms": lambda: psgrad.per_sample_norms(fn, params, batch),
+        "clipped": lambda: psgrad.clipped_grad(fn, params, batch, 1.0),
+        "weighted": lambda: psgrad.weighted_grad(fn, params, batch, lambda norms: 1 / norms),
+        "gram": lambda: psgrad.gram(fn, params, batch),
+    }[quantity]
+    with Watch() as watch:
+        ask()
+    largest = max(p.numel() for p in params.values())
+    assert n * 12 * vocabulary <= watch.most < n * largest / 2  # the logits, and nothing like N tables
+
+
+# ---- samples that are not finite, or do not count --------------------------------------------------------
+
+
+def linear_loss(w: Tensor, x: Tensor) -> Tensor:
+    return torch.tanh(w @ x).sum() + (w * x).sum() ** 2
+
+
+def test_a_bad_sample_touches_its_own_row_only() -> None:
+    w, x = torch.randn(3, 4), torch.randn(5, 4)
+    good = torch.tensor([0, 1, 3, 4])
+    want = psgrad.clipped_grad(linear_loss, w, x[good], 1.0)
+    for value in (torch.nan, torch.inf):
+        bad = x.clone()
+        bad[2, 1] = value
+        norms = psgrad.per_sample_norms(linear_loss, w, bad)
+        assert_close(norms[good], want.norms)
+        assert not norms[2].isfinite()
+        assert_close(psgrad.gram(linear_loss, w, bad)[good][:, good], psgrad.gram(linear_loss, w, x[good]))
+        for options in ({}, {"chunk_size": 2}):
+            with pytest.raises(psgrad.ArgumentError, match=r"the gradients of samples 2 are not finite\n  leave them"):
+                psgrad.clipped_grad(linear_loss, w, bad, 1.0, **options)
+            step = psgrad.clipped_grad(linear_loss, w, bad, 1.0, nonfinite="zero", **options)
+            assert_close(step.grad, want.grad)
+            assert not step.norms[2].isfinite()
+            step = psgrad.clipped_grad(linear_loss, w, bad, 1.0, nonfinite="propagate", **options)
+            assert step.grad.isnan().any()
+        weights = torch.tensor([1.0, 2.0, 0.0, 3.0, 4.0])
+        assert_close(
+            psgrad.weighted_grad(linear_loss, w, bad, weights),
+            psgrad.weighted_grad(linear_loss, w, x[good], weights[good]),
+        )
+        with pytest.raises(psgrad.ArgumentError, match="samples 2 are"):
+            psgrad.factored_grads(linear_loss, w, bad).clipped_sum(1.0)
+
+
+def test_many_bad_samples_are_counted() -> None:
+    with pytest.raises(psgrad.ArgumentError, match=r"samples 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, \.\.\. \(12 in all\) are"):
+        psgrad.clipped_grad(linear_loss, torch.ones(3, 4), torch.full((12, 4), torch.nan), 1.0)
+
+
+def test_a_zero_gradient_stays_zero() -> None:
+    fn = lambda w, x: (w * x).sum()
+    step = psgrad.clipped_grad(fn, torch.ones(2), torch.tensor([[0.0, 0.0], [3.0, 4.0]]), 1.0)
+    assert_close(step.grad, torch.tensor([0.6, 0.8]))
+    assert_close(step.norms, torch.tensor([0.0, 5.0]))
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_samples_that_do_not_count(chunk_size: int | None) -> None:
+    """Their rows may hold anything: padding to a fixed size."""
+    w, x, valid = torch.randn(3, 4), torch.randn(5, 4), torch.tensor([True, False, True, True, False])
+    padded = x.masked_fill(~valid[:, None], torch.nan)
+    options: Any = {"valid": valid, "chunk_size": chunk_size}
+    there = x[valid]
+
+    def back(t: Tensor) -> Tensor:
+        out = t.new_zeros(5, *t.shape[1:])
+        out[valid] = t
+        return out
+
+    assert_close(
+        psgrad.per_sample_norms(linear_loss, w, padded, **options),
+        back(psgrad.per_sample_norms(linear_loss, w, there)),
+    )
+    step, want = (
+        psgrad.clipped_grad(linear_loss, w, padded, 1.0, **options),
+        psgrad.clipped_grad(linear_loss, w, there, 1.0),
+    )
+    assert_close(tuple(step), (want.grad, back(want.norms), back(want.values)))
+    weights = torch.arange(5.0)
+    assert_close(
+        psgrad.weighted_grad(linear_loss, w, padded, weights, **options),
+        psgrad.weighted_grad(linear_loss, w, there, weights[valid]),
+    )
+    kernel = psgrad.gram(linear_loss, w, there)
+    assert_close(psgrad.gram(linear_loss, w, padded, **options), back(back(kernel).mT).mT)
+    assert_close(psgrad.gram(linear_loss, w, padded, there, **options), back(kernel))
+    stats, stats_want = psgrad.grad_stats(linear_loss, w, padded, **options), psgrad.grad_stats(linear_loss, w, there)
+    assert_close(stats.variance, stats_want.variance)
+    assert_close(stats.sq_norms, back(stats_want.sq_norms))
+    none = psgrad.clipped_grad(linear_loss, w, padded, 1.0, valid=torch.zeros(5, dtype=torch.bool))
+    assert_close(tuple(none), (torch.zeros(3, 4), torch.zeros(5), torch.zeros(5)))
+
+
+# ---- bounds, passes and draws ----------------------------------------------------------------------------
+
+
+def layers() -> tuple[Any, Any, Any]:
+    def fn(params: Any, x: Tensor) -> Tensor:
+        h = torch.tanh(F.linear(x, params["first"]["w"], params["first"]["b"]))
+        return F.linear(h, params["last"]["w"]).square().sum()
+
+    shapes = {"first": {"w": (5, 4), "b": (5,)}, "last": {"w": (2, 5)}}
+    params = optree.tree_map(
+        lambda s: torch.randn(s, dtype=torch.float64), shapes, is_leaf=lambda s: isinstance(s, tuple)
+    )
+    return fn, params, torch.randn(6, 4, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 4])
+def test_a_bound_for_each_layer(chunk_size: int | None) -> None:
+    fn, params, batch = layers()
+    grads = psgrad.testing.loop_grads(fn, params, batch)
+    step = psgrad.clipped_grad(fn, params, batch, {"first": 0.5, "last": torch.tensor(2.0)}, chunk_size=chunk_size)
+    for name, bound in (("first", 0.5), ("last", 2.0)):
+        norms = flat(grads[name]).norm(dim=1)
+        assert_close(step.norms[name], norms)
+        assert_close(step.grad[name], summed(grads[name], (bound / norms).clamp(max=1)))
+
+
+@pytest.mark.parametrize("nonfinite", ["raise", "zero", "propagate"])
+def test_two_passes_where_one_needs_too_much(nonfinite: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Say that no sample's factors can be kept: norms, then the weighted gradient, with the same dropout."""
+    fn, params = psgrad.from_module(nn.Sequential(nn.Dropout(0.5), nn.Linear(8, 3)), F.cross_entropy)
+    batch = torch.randn(6, 8), torch.zeros(6, dtype=torch.long)
+    if nonfinite != "raise":
+        batch[0][2] = torch.nan
+    real = _memory.peak_bytes
+
+    def peak(problem: Any, n: int, work: Any, parted: bool = False) -> int:
+        if work.name == "clipped":
+            return 1 << 40
+        return n * 100 + 0 * real(problem, n, work, parted)
+
+    monkeypatch.setattr(_memory, "peak_bytes", peak)
+    torch.manual_seed(1)
+    want = psgrad.clipped_grad(fn, params, batch, 0.1, chunk_size=2, nonfinite=nonfinite)
+    torch.manual_seed(1)
+    step = psgrad.clipped_grad(fn, params, batch, 0.1, max_bytes=250, nonfinite=nonfinite)
+    assert_close(tuple(step), tuple(want), equal_nan=True)
+    with pytest.raises(psgrad.ArgumentError, match="max_bytes=50 is too little: one sample at a time needs 100"):
+        psgrad.clipped_grad(fn, params, batch, 0.1, max_bytes=50)
+
+
+def test_two_passes_draw_the_same() -> None:
+    fn, params = psgrad.from_module(nn.Sequential(nn.Dropout(0.5), nn.Linear(8, 3)), F.cross_entropy)
+    batch = torch.ones(6, 8), torch.zeros(6, dtype=torch.long)
+    step = psgrad.weighted_grad(fn, params, batch, lambda norms: 1 / norms, chunk_size=6)
+    torch.manual_seed(3)
+    norms = []
+    psgrad.weighted_grad(fn, params, batch, lambda n: norms.append(n) or 1 / n, chunk_size=2)
+    after = torch.rand(())
+    torch.manual_seed(3)
+    total = psgrad.weighted_grad(fn, params, batch, lambda n: 1 / n, chunk_size=2)
+    assert torch.rand(()) == after
+    torch.manual_seed(3)
+    grads = psgrad.per_sample_grads(fn, params, batch, chunk_size=2)
+    assert_close(flat(grads).norm(dim=1), norms[0])
+    assert_close(total, summed(grads, 1 / norms[0]))
+    assert optree.tree_structure(step) == optree.tree_structure(total)
+
+
+def test_chunks_of_a_gram_matrix_draw_the_same_each_time() -> None:
+    fn, params = psgrad.from_module(nn.Sequential(nn.Dropout(0.5), nn.Linear(8, 3)), F.cross_entropy)
+    batch = torch.ones(6, 8), torch.zeros(6, dtype=torch.long)
+    torch.manual_seed(3)
+    kernel = psgrad.gram(fn, params, batch, chunk_size=2)
+    torch.manual_seed(3)
+    rows = flat(psgrad.per_sample_grads(fn, params, batch, chunk_size=2))
+    assert_close(kernel, rows @ rows.mT)
+
+
+def test_max_bytes_bounds_what_is_allocated() -> None:
+    fn, params = psgrad.from_module(nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 10)), F.cross_entropy)
+    batch = torch.randn(512, 64), torch.randint(10, (512,))
+    for quantity in (psgrad.per_sample_norms, psgrad.factored_grads, psgrad.grad_stats, psgrad.gram):
+        with _memory.Meter([*params.values(), *batch]) as meter:
+            quantity(fn, params, batch)
+        free = meter.peak
+        result = 4 * 512 * 512 if quantity is psgrad.gram else 0
+        if quantity is psgrad.factored_grads:
+            continue  # its result is what takes the memory
+        quantity(fn, params, batch, max_bytes=free // 3)  # works out the chunk size, and remembers it
+        with _memory.Meter([*params.values(), *batch]) as meter:
+            quantity(fn, params, batch, max_bytes=free // 3)
+        assert meter.peak <= free // 3 * 1.1 + 2 * result + 4 * 512 * 8
+
+
+# ---- gram and statistics ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_gram_with_others(chunk_size: int | None) -> None:
+    fn, params, batch = tied_gpt()
+    other = tuple(t[:3].flip(1) for t in batch)
+    rows, columns = (flat(psgrad.testing.loop_grads(fn, params, b)) for b in (batch, other))
+    assert_close(psgrad.gram(fn, params, batch, other, chunk_size=chunk_size), rows @ columns.mT)
+    fg = psgrad.factored_grads(fn, params, other, chunk_size=chunk_size)
+    assert_close(psgrad.gram(fn, params, batch, fg, chunk_size=chunk_size), rows @ columns.mT)
+
+
+def test_the_noise_scale() -> None:
+    """On gradients with a known mean and covariance, the estimates average to them."""
+    fn = lambda w, x: (w * x).sum()
+    mean, spread = (
+        torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64),
+        torch.tensor([1.0, 0.5, 2.0], dtype=torch.float64),
+    )
+    w, found = torch.zeros(3, dtype=torch.float64), []
+    for _ in range(400):
+        x = mean + spread * torch.randn(4, 3, dtype=torch.float64)
+        stats = psgrad.grad_stats(fn, w, x)
+        assert_close(stats.noise_scale, stats.trace / stats.sq_mean)
+        found.append(torch.stack([stats.trace, stats.sq_mean]))
+    trace, sq_mean = torch.stack(found).mean(0)
+    assert abs(trace - 5.25) < 0.3
+    assert abs(sq_mean - 5.25) < 0.5
+
+
+def test_statistics_of_too_few_samples() -> None:
+    one = psgrad.grad_stats(linear_loss, torch.ones(3, 4), torch.ones(1, 4))
+    assert one.variance.isnan().all()
+    assert one.trace.isnan()
+    assert one.mean.isfinite().all()
+    none = psgrad.grad_stats(linear_loss, torch.ones(3, 4), torch.ones(0, 4))
+    assert none.mean.isnan().all()
+    assert none.sq_norms.shape == none.values.shape == (0,)
+
+
+# ---- the object ------------------------------------------------------------------------------------------
+
+
+def test_nothing_of_no_samples() -> None:
+    w, x = torch.ones(3, 4), torch.ones(0, 4)
+    fg = psgrad.factored_grads(linear_loss, w, x)
+    assert len(fg) == 0
+    assert fg.norms().shape == fg.values.shape == (0,)
+    assert fg.dots().shape == (0, 0)
+    assert fg.dense().shape == (0, 3, 4)
+    assert_close(fg.sum(), torch.zeros(3, 4))
+    assert psgrad.per_sample_norms(linear_loss, w, x).shape == (0,)
+    assert psgrad.gram(linear_loss, w, x, torch.ones(2, 4)).shape == (0, 2)
+    step = psgrad.clipped_grad(linear_loss, w, x, 1.0)
+    assert_close(tuple(step), (torch.zeros(3, 4), torch.zeros(0), torch.zeros(0)))
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_values_and_aux_come_along(chunk_size: int | None) -> None:
+    def fn(w: Tensor, x: Tensor) -> Any:
+        return (w * x).sum(), {"x": x, "sum": x.sum()}
+
+    x = torch.randn(5, 3)
+    fg = psgrad.factored_grads(fn, torch.ones(3), x, has_aux=True, chunk_size=chunk_size)
+    assert_close(fg.values, x.sum(1))
+    assert_close(fg.aux, {"x": x, "sum": x.sum(1)})
+    assert_close(fg[1:3].aux["x"], x[1:3])
+    assert_close(fg[1:3].values, x[1:3].sum(1))
+
+
+@pytest.mark.parametrize("index", [2, -1, slice(1, 4), slice(None, None, 2), [0, 3], torch.tensor([4, 4, 0]), ...])
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_indexing_by_sample(index: Any, chunk_size: int | None) -> None:
+    fn, params, batch = layers()
+    fg = psgrad.factored_grads(fn, params, batch, chunk_size=chunk_size)
+    rows = torch.arange(6)[index].reshape(-1)
+    assert_close(fg[index].dense(), optree.tree_map(lambda t: t[rows], fg.dense()))
+    mask = torch.zeros(6, dtype=torch.bool)
+    mask[rows] = True
+    assert_close(fg[mask].norms(), fg.norms()[mask])
+    assert_close(fg[mask][0].norms(), fg.norms()[mask][:1])
+
+
+def test_a_pytree_node() -> None:
+    fn, params, batch = tied_gpt()
+    fg = psgrad.factored_grads(fn, params, batch)
+    leaves, spec = optree.tree_flatten(fg)
+    assert all(isinstance(t, Tensor) for t in leaves)
+    assert spec == optree.tree_structure(psgrad.factored_grads(fn, params, batch))
+    single = optree.tree_map(lambda t: t.float() if t.is_floating_point() else t, {"it": fg})["it"]
+    assert isinstance(single, psgrad.FactoredGrads)
+    assert_close(single.norms(), fg.norms(), rtol=1e-5, atol=1e-5)
+    assert_close(fg.to("cpu").norms(), fg.norms())
+
+
+def test_it_is_immutable_and_keeps_no_graph() -> None:
+    fn, params, (x, y) = tied_gpt()
+    fg = psgrad.factored_grads(fn, params, (x, y))
+    with pytest.raises(AttributeError):
+        fg.values = None  # type: ignore[misc]
+    norms = fg.norms()
+    x.zero_()
+    y.zero_()
+    assert_close(fg.norms(), norms)
+    assert not any(t.requires_grad for t in optree.tree_leaves(fg))
+
+
+def test_a_weight_norm_is_pulled_back_when_asked() -> None:
+    model = nn.utils.parametrizations.weight_norm(nn.Linear(6, 5)).double()
+    fn, params = psgrad.from_module(model, F.cross_entropy)
+    batch = torch.randn(4, 6, dtype=torch.float64), torch.randint(5, (4,))
+    check_all(fn, params, batch)
+    fg = psgrad.factored_grads(fn, params, batch)
+    want = fg.dense()
+    with torch.inference_mode():
+        assert_close(fg.dense(), want)
+        assert_close(fg.norms(), flat(want).norm(dim=1))
+    assert_close(fg.to("cpu").dense(), want)
+
+
+# ---- precision -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_sums_in_single(dtype: torch.dtype) -> None:
+    """The square of 300 is infinite in float16."""
+    fn = lambda w, x: (w * x).sum()
+    x = torch.full((3, 1000), 300.0, dtype=dtype)
+    w = torch.zeros(1000, dtype=dtype)
+    norms = psgrad.per_sample_norms(fn, w, x)
+    assert norms.dtype == torch.float32
+    assert_close(norms, torch.full((3,), 300 * 1000**0.5), rtol=1e-3, atol=0)
+    assert psgrad.gram(fn, w, x).dtype == torch.float32
+    assert_close(psgrad.gram(fn, w, x), norms[:, None] * norms, rtol=1e-3, atol=0)
+    step = psgrad.clipped_grad(fn, w, x, 1.0)
+    assert step.grad.dtype == dtype
+    assert_close(step.grad.float(), torch.full((1000,), 3 / 1000**0.5), rtol=1e-2, atol=0)
+
+
+def test_under_autocast_as_the_loop() -> None:
+    fn, params = psgrad.from_module(TiedGPT(), tokens_loss)
+    batch = torch.randint(50, (5, 12)), torch.randint(50, (5, 12))
+    with torch.autocast("cpu", torch.bfloat16):
+        rows = flat(psgrad.testing.loop_grads(fn, params, batch))
+        assert_close(psgrad.per_sample_norms(fn, params, batch), rows.norm(dim=1), rtol=2e-2, atol=0)
+        step = psgrad.clipped_grad(fn, params, batch, 1e9)
+    assert all(t.dtype == torch.float32 for t in step.grad.values())
+    assert_close(flat(optree.tree_map(lambda t: t[None], step.grad))[0], rows.sum(0), rtol=0, atol=0.03)
+
+
+# ---- differentiable norms --------------------------------------------------------------------------------
+
+
+def penalty(norms: Tensor) -> Tensor:
+    return (norms - 1).square().sum()
+
+
+def norms_by_hand(fn: Any, params: Any, batch: Any) -> Tensor:
+    grads = vmap(grad(fn), in_dims=(None, 0))(params, batch)
+    return flat(grads).norm(dim=1)
+
+
+def test_norms_can_be_differentiated() -> None:
+    fn, params, batch = layers()
+    ask = partial(psgrad.per_sample_norms, fn, differentiable=True)
+    want = torch.func.grad(lambda p, b: penalty(norms_by_hand(fn, p, b)), argnums=(0, 1))(params, batch)
+    for options in ({}, {"chunk_size": 4}):
+        norms = partial(ask, **options)
+        found = torch.func.grad(lambda p, b, norms=norms: penalty(norms(p, b)), argnums=(0, 1))(params, batch)
+        assert_close(found, want)
+    leaves = optree.tree_map(lambda t: t.clone().requires_grad_(), (params, batch))
+    norms = ask(*leaves)
+    assert_close(norms.detach(), norms_by_hand(fn, params, batch))
+    penalty(norms).backward()
+    assert_close(optree.tree_map(lambda t: t.grad, leaves), want)
+    assert not psgrad.per_sample_norms(fn, *leaves).requires_grad
+    each = ask(params, batch, per_param=True)
+    assert_close(each["last"]["w"], psgrad.per_sample_norms(fn, params, batch, per_param=True)["last"]["w"])
+
+
+def test_differentiable_norms_at_zero_and_where_vmap_refuses() -> None:
+    w = torch.zeros(3, requires_grad=True)
+    psgrad.per_sample_norms(
+        lambda w, x: (w * x).square().sum(), w, torch.ones(2, 3), differentiable=True
+    ).sum().backward()
+    assert_close(w.grad, torch.zeros(3))
+
+    def branches(w: Tensor, x: Tensor) -> Tensor:
+        return (w * x).square().sum() if x.sum() > 0 else (w * x).exp().sum()
+
+    x = torch.tensor([[1.0, 2.0, 3.0], [-1.0, -2.0, 0.5]], dtype=torch.float64)
+    w = torch.tensor([0.5, -0.3, 0.2], dtype=torch.float64, requires_grad=True)
+    with pytest.warns(psgrad.FallbackWarning):
+        norms = psgrad.per_sample_norms(branches, w, x, differentiable=True)
+    found = torch.autograd.grad(penalty(norms), w)[0]
+    rows = [torch.autograd.grad(branches(w, s), w, create_graph=True)[0] for s in x]
+    assert_close(found, torch.autograd.grad(penalty(torch.stack(rows).norm(dim=1)), w)[0])
+
+
+def test_a_use_that_nobody_announces_is_not_missed() -> None:
+    """A rule's use of a weight, and one inside another transform: the norm is taken again, of both."""
+    fn = lambda w, x: F.linear(x, w).sum() + vmap(lambda r: (r * x).square().sum())(w).sum()
+    check_all(fn, torch.randn(3, 4, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64))
+    fn, params = psgrad.from_module(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), lambda y, _: y.sum())
+    weight = {**params}
+
+    def both(p: Any, x: Tensor) -> Tensor:
+        return fn(p, (x, x)) + _Doubled.apply(p["0.weight"]).sum()
+
+    check_all(both, {k: v.double() for k, v in weight.items()}, torch.randn(3, 4, dtype=torch.float64))
+
+
+class _Doubled(torch.autograd.Function):
+    """A Function that the watching mode does not see."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(w: Tensor) -> Tensor:
+        return 2 * w
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return 2 * g
+
+
+# ---- errors ----------------------------------------------------------------------------------------------
+
+
+ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
+    "weights-shape": (
+        lambda w, x: psgrad.weighted_grad(linear_loss, w, x, torch.ones(3)),
+        psgrad.ArgumentError,
+        "weights has shape (3,), not (5,)\n  give one number per sample.",
+    ),
+    "weights-type": (
+        lambda w, x: psgrad.weighted_grad(linear_loss, w, x, 1.0),
+        psgrad.ArgumentTypeError,
+        "weights is a float, not a tensor\n  give one number per sample, or a function of the norms.",
+    ),
+    "max-norm-negative": (
+        lambda w, x: psgrad.clipped_grad(linear_loss, w, x, -1.0),
+        psgrad.ArgumentError,
+        "max_norm=-1.0 is not positive\n  give a positive number; inf clips nothing.",
+    ),
+    "max-norm-nan": (
+        lambda w, x: psgrad.clipped_grad(linear_loss, w, x, torch.nan),
+        psgrad.ArgumentError,
+        "max_norm=nan is not positive\n  give a positive number; inf clips nothing.",
+    ),
+    "max-norm-type": (
+        lambda w, x: psgrad.clipped_grad(linear_loss, w, x, "1"),
+        psgrad.ArgumentTypeError,
+        "max_norm is a str, not a number\n  give a positive number.",
+    ),
+    "nonfinite": (
+        lambda w, x: psgrad.clipped_grad(linear_loss, w, x, 1.0, nonfinite="drop"),
+        psgrad.ArgumentError,
+        'nonfinite=\'drop\' is not one of "raise", "zero", "propagate"\n'
+        "  raise: an error that names the samples; zero: they do not count; propagate: the sum is NaN.",
+    ),
+    "valid-shape": (
+        lambda w, x: psgrad.per_sample_norms(linear_loss, w, x, valid=torch.ones(4, dtype=torch.bool)),
+        psgrad.ArgumentError,
+        "valid is torch.bool, (4,), not booleans of shape (5,)\n  give one per sample.",
+    ),
+    "valid-dtype": (
+        lambda w, x: psgrad.gram(linear_loss, w, x, valid=torch.ones(5)),
+        psgrad.ArgumentError,
+        "valid is torch.float32, (5,), not booleans of shape (5,)\n  give one per sample.",
+    ),
+    "other-params": (
+        lambda w, x: psgrad.factored_grads(linear_loss, w, x).dots(psgrad.factored_grads(linear_loss, w[:2], x)),
+        psgrad.ArgumentError,
+        "other holds the gradients of other parameters\n  give the same params to both.",
+    ),
+    "other-type": (
+        lambda w, x: psgrad.factored_grads(linear_loss, w, x).dots(x),
+        psgrad.ArgumentTypeError,
+        "other is a Tensor, not a FactoredGrads\n  give what factored_grads returned.",
+    ),
+    "mask": (
+        lambda w, x: psgrad.factored_grads(linear_loss, w, x)[torch.ones(3, dtype=torch.bool)],
+        psgrad.ArgumentError,
+        "a mask of shape (3,) does not fit 5 samples\n  give one entry per sample.",
+    ),
+    "index": (
+        lambda w, x: psgrad.factored_grads(linear_loss, w, x)[7],
+        psgrad.ArgumentError,
+        "7 does not index 5 samples: index 7 is out of bounds for dimension 0 with size 5\n"
+        "  give an int, a slice, a tensor of indices or a mask.",
+    ),
+    "transform": (
+        lambda w, x: torch.func.grad(lambda w: psgrad.clipped_grad(linear_loss, w, x, 1.0).grad.sum())(w),
+        psgrad.ArgumentError,
+        "clipped_grad is called inside a torch.func transform\n"
+        "  compute it from per_sample_grads there, which can be differentiated and vmapped.",
+    ),
+    "chunks": (
+        lambda w, x: psgrad.clipped_grad(linear_loss, w, x, 1.0, chunk_size=0),
+        psgrad.ArgumentError,
+        "chunk_size=0 is not a positive int\n  give one, or None for no bound.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors(name: str) -> None:
+    call, kind, message = ERRORS[name]
+    with pytest.raises(kind) as error:
+        call(torch.ones(3, 4), torch.ones(5, 4))
+    assert str(error.value) == message
+
+
+def test_a_bound_that_does_not_fit_params() -> None:
+    fn, params, batch = layers()
+    with pytest.raises(psgrad.ArgumentError, match=r"^max_norm does not fit params\n  give one number, or a pytree"):
+        psgrad.clipped_grad(fn, params, batch, {"first": 1.0, "middle": 1.0})
+    with pytest.raises(psgrad.ArgumentError, match=r"^max_norm\['last'\]=0.0 is not positive"):
+        psgrad.clipped_grad(fn, params, batch, {"first": 1.0, "last": 0.0})
