@@ -277,14 +277,16 @@ def _counting(w: Tensor, index: Tensor | None, counted: bool) -> tuple[Tensor, T
     return w[there], there
 
 
-def clip_weights(norms: Tensor, max_norm: Any, finite: Tensor, nonfinite: str) -> Tensor:
+def clip_weights(norms: Tensor, max_norm: Any, finite: Tensor | None, nonfinite: str) -> Tensor:
     """What makes norms at most `max_norm`; samples that are not finite count 0, or NaN to let them through."""
-    w: Tensor = (max_norm / norms).clamp(max=1)  # a norm of 0: inf, so 1
-    return w.masked_fill(~finite, torch.nan if nonfinite == "propagate" else 0.0)
+    w: Tensor = (max_norm / norms).clamp_(max=1)  # a norm of 0: inf, so 1
+    return w if finite is None else w.masked_fill(~finite, torch.nan if nonfinite == "propagate" else 0.0)
 
 
 def refuse_nonfinite(norms: Tensor) -> None:
     """Raise for samples whose gradients are not finite."""
+    if bool(norms.sum().isfinite()):
+        return
     bad = (~norms.isfinite()).nonzero()[:, 0].tolist()
     if bad:
         shown = ", ".join(map(str, bad[:10])) + (f", ... ({len(bad)} in all)" if len(bad) > 10 else "")

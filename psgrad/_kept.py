@@ -22,9 +22,9 @@ from ._patches import Patches
 
 
 class Term(NamedTuple):
-    """A factor, and the part of the parameter whose gradients it gives."""
+    """A factor, and the part of the parameter whose gradients it gives; None: all of it, in order."""
 
-    region: Region
+    region: Region | None
     factor: Factor
 
 
@@ -38,9 +38,7 @@ class Kept:
     @property
     def whole(self) -> Factor | None:
         """The one factor that stands for the parameter as it is, where there is one."""
-        if len(self.terms) == 1 and self.terms[0].region == whole_region(self.shape).coalesced():
-            return self.terms[0].factor
-        return None
+        return self.terms[0].factor if len(self.terms) == 1 and self.terms[0].region is None else None
 
     def tensors(self) -> list[Tensor]:
         return [t for term in self.terms for t in term.factor.tensors()]
@@ -74,6 +72,7 @@ class Kept:
             return out
         out.zero_()
         for region, factor in self.terms:
+            assert region is not None  # a whole one stands alone
             target = region.rows(out)
             target.copy_(factor.dense().reshape(target.shape))
         return out
@@ -88,11 +87,14 @@ class Kept:
 
     def spread(self, mean: Tensor, n: int) -> Tensor:
         """The sum over n of the squares of gradient n - mean."""
+        if (whole := self.whole) is not None:
+            return whole.spread(mean.view(whole.shape)).view(self.shape)
         out = n * mean.square()  # where no term says otherwise the gradients are zeros
         return self._placed(out, lambda factor, region: factor.spread(region.of(mean).contiguous().view(factor.shape)))
 
     def _placed(self, out: Tensor, quantity: Callable[[Factor, Region], Tensor]) -> Tensor:
         for region, factor in self.terms:
+            assert region is not None  # a whole one stands alone
             target = region.of(out)
             target.copy_(quantity(factor, region).view(target.shape))
         return out
@@ -120,7 +122,7 @@ class Kept:
 class Placed(Factor):
     """The sum of factors of parts that overlap."""
 
-    terms: tuple[Term, ...]
+    terms: tuple[tuple[Region, Factor], ...]
     whole: torch.Size
 
     @property
@@ -132,10 +134,10 @@ class Placed(Factor):
         return tuple(self.whole)
 
     def tensors(self) -> list[Tensor]:
-        return [t for term in self.terms for t in term.factor.tensors()]
+        return [t for _, factor in self.terms for t in factor.tensors()]
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Placed":
-        return Placed(tuple(Term(region, factor.each(change)) for region, factor in self.terms), self.whole)
+        return Placed(tuple((region, factor.each(change)) for region, factor in self.terms), self.whole)
 
     def layout(self) -> Any:
         return Placed, *((region, factor.layout()) for region, factor in self.terms)
@@ -217,21 +219,24 @@ class Pulled(Factor):
 # ---- many factors to few ---------------------------------------------------------------------------------
 
 
-def grouped(terms: Sequence[Term], shape: torch.Size) -> list[Term]:
+def grouped(terms: Sequence[Term], shape: torch.Size) -> tuple[Term, ...]:
     """The same gradients as factors of disjoint regions."""
+    if len(terms) < 2 and not (terms and terms[0].region):
+        return tuple(terms)
+    all_of_it = whole_region(shape).coalesced()
     by_region: dict[Region, list[Factor]] = {}
     for region, factor in map(upright, terms):
-        by_region.setdefault(region.coalesced(), []).append(factor)
-    found = [Term(region, _added(factors)) for region, factors in by_region.items()]
-    if len(found) > 1 and not _disjoint([region for region, _ in found], shape, found[0].factor.tensors()[0]):
-        return [Term(whole_region(shape).coalesced(), Placed(tuple(found), shape))]
-    return found
+        by_region.setdefault(all_of_it if region is None else region.coalesced(), []).append(factor)
+    found = [(region, _added(factors)) for region, factors in by_region.items()]
+    if len(found) > 1 and not _disjoint([region for region, _ in found], shape, found[0][1].tensors()[0]):
+        return (Term(None, Placed(tuple(found), shape)),)
+    return tuple(Term(None if region == all_of_it else region, factor) for region, factor in found)
 
 
 def upright(term: Term) -> Term:
     """A matrix that is used transposed, as it is stored."""
     region, factor = term
-    if type(factor) is Outer and len(region.shape) == 2 and region.strides[0] < region.strides[1]:
+    if region and type(factor) is Outer and len(region.shape) == 2 and region.strides[0] < region.strides[1]:
         return Term(region.mT, Outer(factor.g, factor.x))
     return term
 
@@ -265,7 +270,7 @@ def _added(factors: list[Factor]) -> Factor:
     if len(merged) == 2 and isinstance(outer, Outer) and isinstance(table, Rows) and outer.shape == table.shape:
         return Tied(outer, table)
     shape = torch.Size(merged[0].shape)
-    return Placed(tuple(Term(whole_region(shape), factor) for factor in merged), shape)
+    return Placed(tuple((whole_region(shape), factor) for factor in merged), shape)
 
 
 def _joined(alike: list[Factor]) -> Factor:

@@ -127,14 +127,19 @@ class Param:
         return self.value.numel() == self.source.value.numel() and 0 not in self.value.stride()
 
     @property
-    def region(self) -> Region:
+    def region(self) -> Region | None:
+        """Which part of the source this is; None: it as it stands."""
+        return None if self.whole else self.part
+
+    @property
+    def part(self) -> Region:
         """Which part of the source this is."""
         offset = self.value.storage_offset() - self.source.value.storage_offset()
         return Region(tuple(self.value.shape), self.value.stride(), int(offset))
 
     def collapsed(self, grads: Tensor) -> tuple[Region, Tensor]:
         """Gradients (N, *shape) of this view, summed along expanded axes, where one number stands for many."""
-        region = self.region
+        region = self.part
         grads = grads.reshape(len(grads), *region.shape)
         for axis, (size, stride) in enumerate(zip(region.shape, region.strides, strict=True)):
             if size > 1 and stride == 0:

@@ -52,13 +52,17 @@ def _factored(problem: Problem, run: Run = _engine.run) -> FactoredGrads:
     return FactoredGrads(tuple(blocks), _metas(problem), problem.params_spec, problem.n, outcome.values, aux)
 
 
-def _norms(problem: Problem, run: Run = _engine.run, *, per_param: bool = False) -> tuple[Tensor, Tensor]:
-    """Squared norms (1, N), or (P, N) of each of P parameters, and losses; factors are let go as they come."""
-    before = generators(problem.params)
+def _norms(
+    problem: Problem, run: Run = _engine.run, *, per_param: bool = False, draws: Any = None
+) -> tuple[Tensor, Tensor]:
+    """Squared norms (1, N), or (P, N) of each of P parameters, and losses; factors are let go as they come.
+
+    `draws`: the generators' states, for those who want the same numbers drawn again later.
+    """
     try:
         return _norms_by(NormSink, problem, run, per_param)
     except Again:
-        rewind(before)
+        rewind(draws or {})
         return _norms_by(partial(NormSink, hasty=False), problem, run, per_param)
 
 
@@ -385,7 +389,7 @@ def weighted_grad(
         states, rows = [], []
         for _, chunk in _chunks(problem, step):
             states.append(generators(problem.params))
-            rows.append(_norms(chunk)[0][0].sqrt())
+            rows.append(_norms(chunk, draws=states[-1])[0][0].sqrt())
         norms = torch.cat(rows) if rows else problem.params[0].new_empty(0)
         w = _checked_weights(weights(norms), problem.n, problem)
         return _finished(problem, _weighted(problem, w, step, states))
@@ -528,8 +532,11 @@ def _clipped(
             of_bound = [[t for t, k in zip(each, group, strict=True) if k == b] for b in range(len(bounds))]
             norms = torch.stack([torch.stack(ts).sum(0) if ts else torch.zeros_like(each[0]) for ts in of_bound]).sqrt()
         finite = norms.sum(0).isfinite()
-        weights = [clip_weights(t, bound, finite, nonfinite) for t, bound in zip(norms, bounds, strict=True)]
-        fg.add_sums([weights[k] for k in group], totals)
+        good = bool(finite.all())
+        weights = [
+            clip_weights(t, bound, None if good else finite, nonfinite) for t, bound in zip(norms, bounds, strict=True)
+        ]
+        fg.add_sums([weights[k] for k in group], totals, counted=good)
         all_norms.append(norms)
         all_values.append(fg.values)
     if not all_norms:
@@ -546,11 +553,12 @@ def _clipped_in_two(
     states, norms, values = [], [], []
     for _, chunk in _chunks(problem, step):
         states.append(generators(problem.params))
-        found, losses = _norms(chunk)
+        found, losses = _norms(chunk, draws=states[-1])
         norms.append(found.sqrt())
         values.append(losses)
     whole = torch.cat(norms, 1)
-    w = clip_weights(whole[0], bound, whole[0].isfinite(), nonfinite)
+    finite = whole[0].isfinite()
+    w = clip_weights(whole[0], bound, finite, nonfinite)
     return _weighted(problem, w, step, states), whole, torch.cat(values)
 
 

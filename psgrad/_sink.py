@@ -10,7 +10,7 @@ from . import _alloc, _plan
 from ._errors import ArgumentError
 from ._factors import Dense, Factor, wide
 from ._kept import Kept, Pulled, Term, grouped, upright
-from ._param import Param, Region, Source, whole_region
+from ._param import Param, Region, Source
 
 
 class DenseSink:
@@ -58,7 +58,7 @@ class DenseSink:
             return
         if written is None and param.covers:
             whole = _alloc.empty((self.n, *source.value.shape), source.value) if buffer is None else buffer
-            factor.dense(param.region.rows(whole))
+            factor.dense(param.part.rows(whole))
             self.grads[index] = whole
             return
         if written is None:
@@ -95,7 +95,9 @@ class DenseSink:
 
 def _term(param: Param, factor: Factor) -> Term:
     """A factor at its place; gradients of an expanded view are written out, and summed."""
-    region = param.region
+    if param.whole:
+        return Term(None, factor)
+    region = param.part
     if any(size > 1 and stride == 0 for size, stride in zip(region.shape, region.strides, strict=True)):
         region, grads = param.collapsed(factor.dense())
         return Term(region, Dense(grads))
@@ -104,7 +106,9 @@ def _term(param: Param, factor: Factor) -> Term:
 
 def _kept_term(param: Param, factor: Factor) -> Term:
     """The same, without the graph, in the form that takes less memory."""
-    region, factor = _term(param, factor.each(Tensor.detach))
+    if not isinstance(factor, Dense):  # which a backward made
+        factor = factor.each(Tensor.detach)
+    region, factor = _term(param, factor)
     if not isinstance(factor, Dense):
         held = sum(t.numel() * t.element_size() for t in factor.tensors())
         if _plan.keeps_dense(held, len(factor) * prod(factor.shape) * factor.dtype.itemsize):
@@ -130,29 +134,28 @@ class FactorSink:
 
     def add_dense(self, source: Source, grads: Tensor) -> None:
         """Gradients of a whole source that autograd worked out."""
-        term = Term(whole_region(source.value.shape), Dense(grads.contiguous()))
+        term = Term(None, Dense(grads.contiguous()))
         self.terms.setdefault(source.index, []).append(term)
 
     def pull(self, derived: Sequence[Source], roots: Sequence[Source]) -> None:
         """Factors of functions of parameters, to be passed on to the parameters when somebody asks."""
         values = tuple(source.traced() for source in derived)
-        kept = tuple(Kept(tuple(grouped(self.terms.pop(s.index), s.value.shape)), s.value.shape) for s in derived)
+        kept = tuple(Kept(grouped(self.terms.pop(s.index), s.value.shape), s.value.shape) for s in derived)
         traced = [source.traced() for source in roots]
         zeros = [torch.zeros_like(value) for value in values]
         reached = torch.autograd.grad(values, traced, zeros, allow_unused=True, retain_graph=True)
         for source, root, grad in zip(roots, traced, reached, strict=True):
             if grad is not None:
-                term = Term(whole_region(source.value.shape), Pulled(kept, values, root))
+                term = Term(None, Pulled(kept, values, root))
                 self.terms.setdefault(source.index, []).append(term)
 
     def put(self, grads: Sequence[Tensor]) -> None:
         """Gradients of every parameter that somebody else worked out."""
-        for i, (p, g) in enumerate(zip(self.params, grads, strict=True)):
-            self.terms[i] = [Term(whole_region(p.shape), Dense(g))]
+        self.terms = {i: [Term(None, Dense(g))] for i, g in enumerate(grads)}
 
     def result(self) -> "list[Kept]":
         """What is known of each parameter's gradients."""
-        return [Kept(tuple(grouped(self.terms.pop(i, []), p.shape)), p.shape) for i, p in enumerate(self.params)]
+        return [Kept(grouped(self.terms.pop(i, []), p.shape), p.shape) for i, p in enumerate(self.params)]
 
 
 class Again(BaseException):
@@ -211,27 +214,27 @@ class SumSink:
     def has(self, source: Source) -> bool:
         return source.index in self.sums
 
-    def _add(self, index: int, region: Region, found: Tensor | None, shape: torch.Size) -> None:
+    def _add(self, index: int, region: Region | None, found: Tensor | None, shape: torch.Size) -> None:
         if found is None:
             return
-        if index not in self.sums and region == whole_region(shape):
-            self.sums[index] = found.view(shape)
+        if index not in self.sums and region is None:
+            self.sums[index] = found.contiguous().view(shape)
             return
         if index not in self.sums:
             self.sums[index] = found.new_zeros(shape)
-        target = region.of(self.sums[index])
-        target.add_(found.view(target.shape))
+        target = self.sums[index] if region is None else region.of(self.sums[index])
+        target.add_(found.reshape(target.shape))
 
     def add(self, param: Param, factor: Factor, use: object = None) -> None:
         """A factor of a parameter, or of a view of one."""
         source, (region, factor) = param.source, upright(_term(param, factor))
         found = self._sum(factor)
-        self._add(source.index, region, None if found is None else found.view(region.shape), source.value.shape)
+        self._add(source.index, region, found, source.value.shape)
 
     def add_dense(self, source: Source, grads: Tensor) -> None:
         """Gradients of a whole source that autograd worked out."""
         shape = source.value.shape
-        self._add(source.index, whole_region(shape), self._sum(Dense(grads)), shape)
+        self._add(source.index, None, self._sum(Dense(grads)), shape)
 
     def pull(self, derived: Sequence[Source], roots: Sequence[Source]) -> None:
         """Sums for functions of parameters, passed on to the parameters."""
@@ -240,12 +243,12 @@ class SumSink:
         for source, grad in zip(roots, torch.autograd.grad(values, traced, sums, allow_unused=True), strict=True):
             if grad is not None:
                 shape = source.value.shape
-                self._add(source.index, whole_region(shape), grad.to(wide(grad.dtype)), shape)
+                self._add(source.index, None, grad.to(wide(grad.dtype)), shape)
 
     def put(self, grads: Sequence[Tensor]) -> None:
         """Gradients of every parameter that somebody else worked out."""
         for i, (p, g) in enumerate(zip(self.params, grads, strict=True)):
-            self._add(i, whole_region(p.shape), self._sum(Dense(g)), p.shape)
+            self._add(i, None, self._sum(Dense(g)), p.shape)
 
     def result(self) -> list[Tensor | None]:
         """The sums; None where nothing came."""
