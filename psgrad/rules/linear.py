@@ -1,4 +1,4 @@
-"""linear, and its spellings: matmul, mm, bmm, mv, addmm, einsum with one parameter operand.
+"""linear, and its spellings: matmul, mm, bmm, mv, addmm, einsum with one parameter operand; bilinear.
 
 Every one of them reduces to one layout, y[n, h, t, o] = sum_i x[n, h, t, i] w[h, o, i], by views of the
 input, the weight and the output.
@@ -41,6 +41,25 @@ def bind_linear(input: Any, weight: Any, bias: Any = None) -> Call | Decline:
     if weight.dim() != 2 or (bias is not None and bias.dim() != 1):
         return Decline("the weight is not a matrix, or the bias not a vector")
     return Call(input, (weight, bias))
+
+
+def bind_bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Call | Decline:
+    """A linear map of the outer products of the inputs, (..., I J) by (O, I J)."""
+    if not isinstance(weight, Param) or weight.dim() != 3 or isinstance(input1, Param):
+        return Decline("the weight is not a parameter, or the first input is one")
+    if input1.shape[:-1] != input2.shape[:-1] or (input1.shape[-1:] + input2.shape[-1:]) != weight.shape[1:]:
+        return Decline("the inputs do not fit")  # torch says so itself
+    dtypes = {
+        t.value.dtype if isinstance(t, Param) else t.dtype for t in (input1, input2, weight, bias) if t is not None
+    }
+    matrix = weight.view(lambda v: v.view(v.shape[0], -1)) if weight.value.is_contiguous() else None
+    if matrix is None or len(dtypes) > 1:
+        return Decline("this layout of the parameter needs a copy, or the dtypes differ")
+
+    def before(x: Tensor, other: Tensor) -> Tensor:
+        return (x[..., :, None] * other[..., None, :]).flatten(-2)
+
+    return Call(input1, (matrix, bias), None, before, None, (input2,))
 
 
 # ---- contractions: a parameter and an input whose axes are named by letters -----------------------------
@@ -172,4 +191,5 @@ RULES = (
     _rule("mv", (torch.mv, T.mv), bind_mv, autocast="lower off the CPU"),
     _rule("addmm", (torch.addmm, T.addmm), bind_addmm, "Dense"),
     _rule("einsum", (torch.einsum,), bind_einsum),
+    _rule("bilinear", (F.bilinear,), bind_bilinear, "Dense", autocast="keep"),
 )
