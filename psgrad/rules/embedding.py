@@ -85,7 +85,7 @@ def pooled(bags: Bags, y: Tensor, index: Tensor, offsets: Tensor | None, weights
         y = y.sum(2)
         if bags.mode == "sum":
             return y
-        return y / (max(1, index.shape[2]) if kept is None else kept.sum(2).clamp(min=1)[..., None])
+        return y / (index.shape[2] if kept is None else kept.sum(2).clamp(min=1)[..., None])
     if offsets is None:
         n, b, length = index.shape
         y, which = y.flatten(1, 2), torch.arange(b * length, device=y.device).div(length, rounding_mode="floor")
@@ -111,8 +111,9 @@ def _bag_of(offsets: Tensor, index: Tensor) -> Tensor:
 def _check(bags: Bags, offsets: Tensor, index: Tensor) -> None:
     """What torch makes of other offsets is its own affair; a look at them is free on the CPU only."""
     if type(offsets) is Tensor and offsets.device.type == "cpu":
-        fine = (offsets[:, 0] == 0).all() and (offsets.diff() >= 0).all()
-        if not fine or (bags.include_last and not (offsets[:, -1] == index.shape[1]).all()):
+        last, end = offsets[:, -1], index.shape[1]
+        ends = last == end if bags.include_last else last <= end
+        if not bool((offsets[:, 0] == 0).all() and (offsets.diff() >= 0).all() and ends.all()):
             raise RuntimeError("offsets that do not divide the indices into bags")
 
 
@@ -145,8 +146,8 @@ def bind_embedding_bag(
         return Decline("the weight is not a table")
     if scale_grad_by_freq:
         return Decline("scale_grad_by_freq")  # torch's kernel takes frequencies of other rows than the index's
-    if mode not in ("sum", "mean", "max") or (mode == "max" and (sparse or input.numel() == 0)):
-        return Decline("another mode, or a maximum of nothing")
+    if mode not in ("sum", "mean", "max") or (mode == "max" and sparse) or input.numel() == 0:
+        return Decline("another mode, or no indices")
     if input.dim() != (2 if offsets is None else 1) or (
         offsets is not None and (offsets.dim() != 1 or len(offsets) <= include_last_offset)
     ):
@@ -156,8 +157,10 @@ def bind_embedding_bag(
         scale = per_sample_weights.value if isinstance(per_sample_weights, Param) else per_sample_weights
         if mode != "sum" or scale.shape != input.shape or scale.dtype != dtype:
             return Decline("the weights of the indices do not fit")  # torch says so itself
-    bags = Bags(mode, _row(padding_idx, weight), include_last_offset and offsets is not None)
-    after = partial(pooled, bags)
+    padding = _row(padding_idx, weight)
+    if padding is not None and not 0 <= padding < weight.shape[0]:
+        return Decline("the padding is no row")  # torch says so itself
+    after = partial(pooled, Bags(mode, padding, include_last_offset and offsets is not None))
     return Call(input, (weight,), (None, False), None, after, (input, offsets, per_sample_weights))
 
 
