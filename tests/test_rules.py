@@ -124,6 +124,24 @@ def test_einsum(most: int) -> None:
     run()
 
 
+@given(config=some.bilinears())
+def test_bilinear(config: some.Bilinear) -> None:
+    """Both inputs depend on a parameter and on the sample."""
+    operands = Operands(
+        "bilinear", w=((config.outputs, config.first, config.second), "param"), b=((config.outputs,), config.bias)
+    )
+    operands.scale(config.first + config.second)
+
+    def fn(params: Params, x: Tensor) -> Tensor:
+        w, b = operands.of(params)
+        first, second = (x * params["scale"]).split([config.first, config.second], -1)
+        return loss(F.bilinear(first, second, w, b))
+
+    check(
+        fn, operands.params, draw(config.n, *config.lead, config.first + config.second), config.layout, operands.rules
+    )
+
+
 # ---- convolutions ------------------------------------------------------------------------------------------
 
 
@@ -140,6 +158,26 @@ def test_conv(d: int) -> None:
             w, b = operands.of(params)
             x = x * params["scale"]
             return loss(conv(x, w, b, config.stride, config.padding, config.dilation, config.groups))
+
+        check(fn, operands.params, draw(config.n, *config.x), config.layout, operands.rules)
+
+    run()
+
+
+@pytest.mark.parametrize("d", [1, 2, 3])
+def test_conv_transpose(d: int) -> None:
+    conv = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[d - 1]
+
+    @given(config=some.transposed_convs(d))
+    def run(config: some.Transposed) -> None:
+        bias = ((config.groups * config.outputs,), config.bias)
+        operands = Operands(f"conv_transpose{d}d", w=(config.w, config.weight), b=bias)
+        operands.scale(*config.x)
+
+        def fn(params: Params, x: Tensor) -> Tensor:
+            w, b = operands.of(params)
+            options = config.stride, config.padding, config.output_padding, config.groups, config.dilation
+            return loss(conv(x * params["scale"], w, b, *options))
 
         check(fn, operands.params, draw(config.n, *config.x), config.layout, operands.rules)
 
@@ -232,6 +270,11 @@ def test_layer_norm(config: some.Norm) -> None:
     _check_norm(config, "layer_norm", lambda x, w, b: F.layer_norm(x, config.affine, w, b, 0.1))
 
 
+@given(config=some.rms_norms())
+def test_rms_norm(config: some.Norm) -> None:
+    _check_norm(config, "rms_norm", lambda x, w, b: F.rms_norm(x, config.affine, w, config.option))
+
+
 @pytest.mark.parametrize("tracking", [False, True])
 def test_instance_norm(tracking: bool) -> None:
     mean, var = draw(3), draw(3).exp()
@@ -296,6 +339,38 @@ def test_index(config: some.Embedding) -> None:
     _check_table(config, "index", -config.rows, lambda index, w: w[index])
 
 
+@given(config=some.bags())
+def test_embedding_bag(config: some.Bag) -> None:
+    params, rules = {"w": draw(config.rows, config.width)}, {"w": "embedding_bag"}
+    if config.scaled in ("param", "both"):
+        params, rules = (
+            params | {"s": draw(*config.index)},
+            rules | {"s": "vmap" if config.scaled == "param" else "mul"},
+        )
+    offsets = None
+    if config.lengths is not None:
+        ends = torch.tensor(config.lengths).cumsum(0)
+        offsets = torch.cat([ends.new_zeros(1), ends])[: None if config.include_last else -1]
+
+    def fn(params: Params, index: Tensor) -> Tensor:
+        own = (index + 1).double().sin()
+        scales = {"param": lambda: params["s"], "sample": lambda: own, "both": lambda: params["s"] * own}
+        return loss(
+            F.embedding_bag(
+                index,
+                params["w"],
+                offsets,
+                mode=config.mode,
+                include_last_offset=config.include_last,
+                padding_idx=config.padding,
+                per_sample_weights=None if config.scaled is None else scales[config.scaled](),
+            )
+        )
+
+    batch = torch.randint(config.rows, (config.n, *config.index), dtype=config.dtype)
+    check(fn, params, batch, config.layout, rules)
+
+
 def _buffers(want: Tensor) -> list[Tensor]:
     """What a factor may be asked to write into: contiguous, transposed, strided, of another dtype."""
     nan = lambda *shape, dtype=want.dtype: torch.full(shape, torch.nan, dtype=dtype)
@@ -351,6 +426,16 @@ def test_elementwise(op: str) -> None:
         check(fn, params, draw(config.n, *config.x), config.layout, rules)
 
     run()
+
+
+@given(config=some.slopes())
+def test_prelu(config: some.Slopes) -> None:
+    def fn(params: Params, x: Tensor) -> Tensor:
+        return loss(F.prelu(x * params["scale"] if config.scaled else x, params["w"]))
+
+    params = ({"scale": draw(*config.x)} if config.scaled else {}) | {"w": draw(*config.slopes)}
+    rules = ({"scale": "mul"} if config.scaled else {}) | {"w": "prelu"}
+    check(fn, params, draw(config.n, *config.x), config.layout, rules)
 
 
 # ---- views -------------------------------------------------------------------------------------------------
