@@ -97,14 +97,10 @@ def prelu_forward(options: None, x: Tensor, weight: Tensor) -> tuple[Tensor, tup
 def prelu_backward(
     options: None, g: Tensor, x: Tensor, params: Sequence[Tensor], saved: Any, needs: Needs
 ) -> tuple[Tensor | None, list[Factor | None]]:
-    weight, positive = params[0], x > 0
-    gx = torch.where(positive, g, g * _slopes(x, weight)) if needs.x else None
-    if not needs.params[0]:
-        return gx, [None]
-    each = (g * x).masked_fill(positive, 0)
-    if weight.numel() != 1:
-        each = each.movedim(2, 1)
-    return gx, [Dense(each.reshape(len(x), weight.numel(), -1).sum(2).view(len(x), *weight.shape))]
+    weight, n = params[0], len(x)
+    gx, each = torch.ops.aten._prelu_kernel_backward(g, x, _slopes(x, weight))  # both in one pass
+    slopes = each.reshape(n, -1).sum(1) if weight.numel() == 1 else each.reshape(*x.shape[:3], -1).sum((1, 3))
+    return (gx if needs.x else None), [Dense(slopes.view(n, *weight.shape))]
 
 
 def bind_prelu(input: Any, weight: Any) -> Call | Decline:
