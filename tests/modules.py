@@ -506,7 +506,7 @@ PARAMETRISED = (
     ),
     _parametrised("orthogonal-householder", _orthogonal("householder"), _REFLECTED),
     _parametrised("orthogonal-rectangular", _orthogonal(None, 4), _REFLECTED),
-    _parametrised("custom", _symmetric, of("Tensor.add", of("Tensor.triu", _ORIGINAL))),
+    _parametrised("parametrisation", _symmetric, of("Tensor.add", of("Tensor.triu", _ORIGINAL))),
     Entry("lora", Adapted, x((3, 6)), "linear", frozen=_BASE),
     Entry(
         "lora-merged",
@@ -519,3 +519,27 @@ PARAMETRISED = (
 
 MODULES = (*LAYERS, *LAZY, *ATTENTION, *TRANSFORMERS, *LOSSES, *PARAMETRISED)
 assert len({entry.id for entry in MODULES}) == len(MODULES), "two entries share an id"
+
+# ---- what the README says beside the rules -----------------------------------------------------------------
+
+NOTES = {
+    "Conv1d": 'groups, depthwise, dilation, `padding="same"`, every `padding_mode`',
+    "ConvTranspose1d": "groups, dilation, `output_padding`",
+    "Bilinear": "a linear map of the inputs' outer products",
+    "Embedding": "`padding_idx`, `scale_grad_by_freq`; `max_norm` is refused",
+    "EmbeddingBag": "sum, mean, max, offsets, `per_sample_weights`, `padding_idx`; `scale_grad_by_freq` by vmap; "
+    "`max_norm` is refused",
+    "BatchNorm1d": "in training by the sample's own statistics, of more than one value per channel; running ones stay "
+    "as they are",
+    "SyncBatchNorm": "as `BatchNorm`, in one process",
+    "InstanceNorm1d": "with running statistics, too",
+    "MultiheadAttention": "every option; vmap for `add_bias_kv` alone",
+    "TransformerEncoderLayer": "in eval by the same rules, not by the fused kernel",
+    "TransformerEncoder": "nested tensors are not used",
+    "AdaptiveLogSoftmaxWithLoss": "`log_prob` needs no loop",
+    "weight_norm": "of any layer, old and new; the weight is computed once, its gradients are pulled back at the end",
+    "spectral_norm": "in eval, old and new; likewise",
+    "orthogonal": "every `orthogonal_map`; likewise",
+    "parametrisation": "any parametrisation made of ops on parameters alone; likewise",
+    "lora": "low-rank matrices beside a frozen layer, or merged into its weight",  # no module of torch's
+}
