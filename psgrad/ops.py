@@ -29,6 +29,7 @@ from .rules import norm as _norm
 
 __all__ = [
     "batch_norm",
+    "bilinear",
     "conv1d",
     "conv2d",
     "conv3d",
@@ -73,6 +74,7 @@ def _op(rule: Rule, func: _Function) -> _Function:
 
 
 linear = _op(_linear.LINEAR, F.linear)
+bilinear = _op(_linear.BILINEAR, F.bilinear)
 conv1d = _op(_conv.CONV[0], F.conv1d)
 conv2d = _op(_conv.CONV[1], F.conv2d)
 conv3d = _op(_conv.CONV[2], F.conv3d)

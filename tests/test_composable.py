@@ -50,9 +50,21 @@ def _running(norm: Any) -> nn.Module:
     return norm.eval()
 
 
+class _Twofold(nn.Module):
+    """A bilinear map of one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Bilinear(3, 2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x, x[..., 1:].sin())
+
+
 MODULES = {
     "linear": Stock(lambda: nn.Linear(3, 4), lambda: draw(N, 2, 3)),
     "linear-vector": Stock(lambda: nn.Linear(3, 2, bias=False), lambda: draw(N, 3)),
+    "bilinear": Stock(lambda: _Twofold(), lambda: draw(N, 2, 3)),
     "conv1d-groups": Stock(lambda: nn.Conv1d(2, 4, 3, 2, 1, groups=2), lambda: draw(N, 2, 2, 5)),
     "conv2d-same": Stock(lambda: nn.Conv2d(2, 2, 3, padding="same", dilation=2), lambda: draw(N, 2, 4, 3)),
     "conv2d-even": Stock(lambda: nn.Conv2d(1, 2, (2, 3), padding="same"), lambda: draw(N, 1, 3, 3)),
@@ -309,6 +321,7 @@ def test_transforms_of_the_input(name: str, transform: str) -> None:
 
 OPS: dict[str, Callable[..., Tensor]] = {  # an op of psgrad.ops on x and its parameters
     "linear": lambda op, x, w, b: op(x, w, b),
+    "bilinear": lambda op, x, w, b: op(x, x[..., :2].sin(), w, b),
     "conv1d": lambda op, x, w, b: op(x, w, b, 2, 1),
     "conv2d": lambda op, x, w, b: op(x, w, b, padding="same"),
     "conv3d": lambda op, x, w, b: op(x, w, b),
@@ -324,6 +337,7 @@ OPS: dict[str, Callable[..., Tensor]] = {  # an op of psgrad.ops on x and its pa
 }
 SHAPES: dict[str, tuple[Any, ...]] = {  # the sample's, the parameters'
     "linear": ((2, 3), (4, 3), (4,)),
+    "bilinear": ((2, 3), (4, 3, 2), (4,)),
     "conv1d": ((2, 4), (3, 2, 2), (3,)),
     "conv2d": ((1, 3, 2), (2, 1, 2, 1), (2,)),
     "conv3d": ((1, 2, 2, 3), (2, 1, 2, 1, 2), (2,)),

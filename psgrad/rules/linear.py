@@ -45,16 +45,17 @@ def bind_linear(input: Any, weight: Any, bias: Any = None) -> Call | Decline:
 
 def bind_bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Call | Decline:
     """A linear map of the outer products of the inputs, (..., I J) by (O, I J)."""
-    if not isinstance(weight, Param) or weight.dim() != 3 or isinstance(input1, Param):
-        return Decline("the weight is not a parameter, or the first input is one")
+    if weight.dim() != 3 or isinstance(input1, Param):
+        return Decline("the first input is a parameter")
     if input1.shape[:-1] != input2.shape[:-1] or (input1.shape[-1:] + input2.shape[-1:]) != weight.shape[1:]:
         return Decline("the inputs do not fit")  # torch says so itself
-    dtypes = {
-        t.value.dtype if isinstance(t, Param) else t.dtype for t in (input1, input2, weight, bias) if t is not None
-    }
-    matrix = weight.view(lambda v: v.view(v.shape[0], -1)) if weight.value.is_contiguous() else None
-    if matrix is None or len(dtypes) > 1:
-        return Decline("this layout of the parameter needs a copy, or the dtypes differ")
+    operands = [t for t in (input1, input2, weight, bias) if t is not None]
+    if len({t.value.dtype if isinstance(t, Param) else t.dtype for t in operands}) > 1:
+        return Decline("the dtypes differ")  # torch says so itself
+    if not isinstance(weight, Param):
+        matrix = weight.flatten(1)
+    elif (matrix := weight.view(lambda v: v.flatten(1))) is None:
+        return Decline("this layout of the parameter needs a copy")
 
     def before(x: Tensor, other: Tensor) -> Tensor:
         return (x[..., :, None] * other[..., None, :]).flatten(-2)
@@ -184,6 +185,7 @@ def _rule(name: str, functions: tuple[Any, ...], bind: Any, *factors: str, autoc
 
 T = torch.Tensor
 LINEAR = _rule("linear", (F.linear,), bind_linear, "Dense")
+BILINEAR = Rule("bilinear", (F.bilinear,), bind_bilinear, forward, backward, factors=("Outer", "Dense"))
 RULES = (
     LINEAR,
     _rule("matmul", (torch.matmul, T.matmul, T.__matmul__, torch.mm, T.mm), bind_matmul),
@@ -191,5 +193,5 @@ RULES = (
     _rule("mv", (torch.mv, T.mv), bind_mv, autocast="lower off the CPU"),
     _rule("addmm", (torch.addmm, T.addmm), bind_addmm, "Dense"),
     _rule("einsum", (torch.einsum,), bind_einsum),
-    _rule("bilinear", (F.bilinear,), bind_bilinear, "Dense", autocast="keep"),
+    BILINEAR,
 )
