@@ -246,9 +246,11 @@ class Intercept(TorchFunctionMode):
         constants = [p for p in call.params if isinstance(p, Tensor)]
         if any(ft.is_batched(p, self.level) for p in constants):
             return self._plain(func, args, kwargs, "the weight differs between samples")
-        others = [p for p in call.others if isinstance(p, Param)]
-        use = self._listed(func, [p for p in params if p not in others], rule.name)
-        self._listed(func, others, None, "an input of the op, not its weight")
+        use = None
+        if self.log is not None:
+            others = [p for p in call.others if isinstance(p, Param)]
+            use = self._listed(func, [p for p in params if p not in others], rule.name)
+            self._listed(func, others, None, "an input of the op, not its weight")
         run = _Run(rule, call, self.sink, use, tracked, bool(constants))
         inputs = [t.wrapped if isinstance(t, Param) else t for t in (call.x, *call.others)]
         out = ft.below(self._apply, run, *[None if t is None else ft.lower(t, self.n, self.level) for t in inputs])

@@ -417,10 +417,8 @@ LOSSES = (
     Entry("AdaptiveLogSoftmaxWithLoss-bias", _adaptive(head_bias=True), _classes(10, 8, 6), "linear", loops=True),
     Entry("AdaptiveLogSoftmaxWithLoss-unbatched", _adaptive(), _classes(10, 8), "linear", loops=True),
     Entry("AdaptiveLogSoftmaxWithLoss-log-prob", _adaptive(), x((6, 8)), "linear", call=lambda m, x: m.log_prob(x)),
-    Entry("LinearCrossEntropyLoss", lambda: nn.LinearCrossEntropyLoss(4, 6), _classes(6, 4, 5), "linear"),
-    Entry(
-        "LinearCrossEntropyLoss-bias", lambda: nn.LinearCrossEntropyLoss(4, 6, bias=True), _classes(6, 4, 5), "linear"
-    ),
+    Entry("LinearCrossEntropyLoss", lambda: nn.LinearCrossEntropyLoss(4, 6, bias=True), _classes(6, 4, 5), "linear"),
+    Entry("LinearCrossEntropyLoss-no-bias", lambda: nn.LinearCrossEntropyLoss(4, 6), _classes(6, 4, 5), "linear"),
     Entry(
         "LinearCrossEntropyLoss-smoothed",
         lambda: nn.LinearCrossEntropyLoss(4, 6, reduction="sum", label_smoothing=0.2, ignore_index=1),

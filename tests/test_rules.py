@@ -184,6 +184,28 @@ def test_conv_transpose(d: int) -> None:
     run()
 
 
+REFUSED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...]]] = {
+    "Expected weight to be of same shape": (lambda x, w: F.rms_norm(x, [4], w), (1,)),
+    "expected input with shape": (lambda x, w: F.rms_norm(x, [3], w), (3,)),
+    "at least 1-dimensional": (lambda x, w: F.rms_norm(x, [], w), ()),
+    "must be tuple of ints": (lambda x, w: F.rms_norm(x, 4, w), (4,)),
+    "output padding must be smaller": (lambda x, w: F.conv_transpose1d(x, w, output_padding=1), (2, 3, 2)),
+    "Output size is too small": (lambda x, w: F.conv_transpose1d(x, w, padding=4), (2, 3, 2)),
+    "Mismatch of parameter numbers and input channel size": (lambda x, w: F.prelu(x, w), (3,)),
+    "input1 size does not match weight size": (lambda x, w: F.bilinear(x, x, w), (2, 3, 4)),
+    "bias size does not match weight size": (lambda x, w: F.bilinear(x, x, w, w[0, 0, :1]), (2, 4, 4)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch, before it refuses
+@pytest.mark.parametrize("message", REFUSED)
+def test_rules_refuse_what_torch_refuses(message: str) -> None:
+    """With torch's own words."""
+    call, shape = REFUSED[message]
+    with pytest.raises((RuntimeError, TypeError), match=message):
+        psgrad.per_sample_grads(lambda w, x: call(x, w).sum(), draw(*shape), draw(3, 2, 4))
+
+
 def test_conv_refuses_what_torch_refuses() -> None:
     fn = lambda p, x: F.conv1d(x, p["w"], stride=2, padding="same").sum()
     with pytest.raises(RuntimeError, match="padding='same' is not supported for strided convolutions"):

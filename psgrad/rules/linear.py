@@ -49,6 +49,8 @@ def bind_bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Ca
         return Decline("the first input is a parameter")
     if input1.shape[:-1] != input2.shape[:-1] or (input1.shape[-1:] + input2.shape[-1:]) != weight.shape[1:]:
         return Decline("the inputs do not fit")  # torch says so itself
+    if bias is not None and bias.shape != weight.shape[:1]:
+        return Decline("the bias does not fit")  # torch says so itself
     operands = [t for t in (input1, input2, weight, bias) if t is not None]
     if len({t.value.dtype if isinstance(t, Param) else t.dtype for t in operands}) > 1:
         return Decline("the dtypes differ")  # torch says so itself

@@ -149,9 +149,12 @@ def rms_backward(
 def bind_rms_norm(
     input: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None
 ) -> Call | Decline:
-    if input.numel() == 0 or isinstance(normalized_shape, int):
-        return Decline("no elements")
-    return Call(input, (weight,), RootMeanSquare(tuple(normalized_shape), eps))
+    if isinstance(normalized_shape, int) or input.numel() == 0:
+        return Decline("a shape that is a number, or no elements")
+    shape = tuple(normalized_shape)
+    if not shape or tuple(input.shape[-len(shape) :]) != shape or (weight is not None and tuple(weight.shape) != shape):
+        return Decline("the shapes do not fit")  # torch says so itself; its kernel would broadcast
+    return Call(input, (weight,), RootMeanSquare(shape, eps))
 
 
 # ---- instance and batch norm ----------------------------------------------------------------------------
