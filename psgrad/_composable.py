@@ -196,8 +196,11 @@ class _OpGrad(torch.autograd.Function):
 def composable(rule: Rule, call: Call) -> Tensor:
     """A bound call on ordinary tensors, through the composable Functions."""
 
-    def lifted(change: Callable[[Tensor], Tensor] | None, t: Tensor) -> Tensor:
-        return t if change is None else change(t[None])[0]  # `before` and `after` expect a sample axis
+    def lifted(change: Callable[..., Tensor] | None, t: Tensor) -> Tensor:
+        if change is None:
+            return t
+        others = [None if o is None else o[None] for o in call.others]
+        return change(t[None], *others)[0]  # `before` and `after` expect a sample axis
 
     spec = _Spec(rule, call.options, False, Needs(True, tuple(p is not None for p in call.params)))
     y: Tensor = _Op.apply(spec, lifted(call.before, call.x), *call.params)[0]

@@ -206,7 +206,10 @@ class Intercept(TorchFunctionMode):
 
     def _note(self, func: Any, args: Any, kwargs: Any, rule: str | None, reason: str = "") -> Use | None:
         """Log a use of parameters, where somebody wants the log."""
-        if self.log is None or not (params := self._scan(args, kwargs)[0]):
+        return None if self.log is None else self._listed(func, self._scan(args, kwargs)[0], rule, reason)
+
+    def _listed(self, func: Any, params: list[Param], rule: str | None, reason: str = "") -> Use | None:
+        if self.log is None or not params:
             return None
         self.log.append(Use(tuple(params), name_of(func), place(), rule, reason))
         return self.log[-1]
@@ -256,21 +259,25 @@ class Intercept(TorchFunctionMode):
         constants = [p for p in call.params if isinstance(p, Tensor)]
         if any(ft.is_batched(p, self.level) for p in constants):
             return self._plain(func, args, kwargs, "the weight differs between samples")
-        use = None if self.log is None else self._note(func, args, kwargs, rule.name)
-        for param in params:
+for param in params:
             param.source.uses += 1
+        use = None
+        if self.log is not None:
+            others = [p for p in call.others if isinstance(p, Param)]
+            use = self._listed(func, [p for p in params if p not in others], rule.name)
+            self._listed(func, others, None, "an input of the op, not its weight")
         run = _Run(rule, call, self.sink, use, tracked, bool(constants))
-        x = call.x.wrapped if isinstance(call.x, Param) else call.x
-        out = ft.below(self._apply, run, ft.lower(x, self.n, self.level))
+        inputs = [t.wrapped if isinstance(t, Param) else t for t in (call.x, *call.others)]
+        out = ft.below(self._apply, run, *[None if t is None else ft.lower(t, self.n, self.level) for t in inputs])
         return ft.wrap(out, self.level)
 
-    def _apply(self, run: _Run, x: Tensor) -> Tensor:
+    def _apply(self, run: _Run, x: Tensor, *others: Tensor | None) -> Tensor:
         """A rule's call on the (N, ...) input, one level below vmap."""
         rule, call = run.rule, run.call
         device = x.device.type
         dtype = None
         if call.before is not None:
-            x = call.before(x)
+            x = call.before(x, *others)
         anchor = self.anchor if any(run.tracked) else None
         if not torch.is_autocast_enabled(device):
             y: Tensor = _apply(run, dtype, x, anchor)
@@ -285,7 +292,7 @@ class Intercept(TorchFunctionMode):
                 x = x.float()
             with torch.autocast(device, enabled=False):
                 y = _apply(run, dtype, x, anchor)
-        return y if call.after is None else call.after(y)
+        return y if call.after is None else call.after(y, *others)
 
     def _folded(self, rule: Fold, func: Any, args: Any, kwargs: Any) -> Any:
         try:

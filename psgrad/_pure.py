@@ -23,8 +23,8 @@ _VALUES = (
     "matrix_exp expm1 log log1p log2 sin cos tan tanh sigmoid relu softmax log_softmax softplus silu gelu elu celu "
     "leaky_relu hardtanh logsigmoid normalize clamp clamp_min clamp_max minimum maximum where masked_fill tril triu "
     "diag diag_embed sum mean prod var std norm amax amin logsumexp cumsum cat concat stack hstack vstack repeat "
-    "repeat_interleave tile roll flip pad clone contiguous as_strided to float double half bfloat16 type type_as "
-    "matmul mm bmm mv dot vdot inner outer addmm baddbmm einsum tensordot kron index_select gather lerp "
+    "repeat_interleave tile roll flip pad clone contiguous as_strided to float double half bfloat16 int long type "
+    "type_as matmul mm bmm mv dot vdot inner outer addmm baddbmm einsum tensordot kron index_select gather lerp "
     "addcmul addcdiv _weight_norm _weight_norm_interface __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ "
     "__truediv__ __rtruediv__ __div__ __rdiv__ __pow__ __rpow__ __neg__ __matmul__ __rmatmul__ atan erf sinh cosh "
     "floor round ceil rms_norm eq ne lt le gt ge isfinite isnan"
@@ -47,5 +47,5 @@ PURE: frozenset[Callable[..., Any]] = (
     VIEWS
     | _named(_VALUES)
     | {torch.linalg.norm, torch.linalg.vector_norm, torch.linalg.matrix_norm, torch.linalg.inv, torch.linalg.solve}
-    | {torch.linalg.qr, torch.linalg.matrix_exp}
+    | {torch.linalg.qr, torch.linalg.matrix_exp, torch.linalg.householder_product}
 )

@@ -17,14 +17,16 @@ class Call(NamedTuple):
     """One use of parameters by an op, in the rule's own terms.
 
     `before` and `after` bring the input to the rule's layout and the output back to the op's. They see
-    tensors with the sample axis in front and are differentiated by ordinary autograd.
+    tensors with the sample axis in front, `others` behind the input or the output, and are differentiated
+    by ordinary autograd.
     """
 
     x: Any  # the op's input: a tensor, or a Param used as one
     params: tuple[Any, ...]  # each a Param, a constant tensor, or None
     options: Any = None  # what else the rule needs to know; hashable
-    before: Callable[[Tensor], Tensor] | None = None
-    after: Callable[[Tensor], Tensor] | None = None
+    before: Callable[..., Tensor] | None = None
+    after: Callable[..., Tensor] | None = None
+    others: tuple[Any, ...] = ()  # further inputs, each a tensor, a Param used as one, or None
 
 
 class Decline(NamedTuple):

@@ -1,22 +1,24 @@
 """How to add a rule for an op: everything that a rule file needs.
 
 A rule says how a call is bound, how the op runs for the whole batch, and which `Factor` each parameter
-gets in the backward. Here is one for `torch.nn.functional.prelu` with a single slope:
+gets in the backward. Here is one for `torch.hypot(x, w)` with a single number w:
 
 >>> import torch, psgrad
 >>> from psgrad.extend import Call, Dense, Decline, Rule, register
->>> def bind(input, weight):
-...     return Call(input, (weight,)) if weight.shape == (1,) else Decline("more than one slope")
->>> def forward(options, x, weight):
-...     return torch.nn.functional.prelu(x, weight), ()
+>>> def bind(input, other):
+...     return Call(input, (other,)) if other.shape == (1,) else Decline("more than one number")
+>>> def forward(options, x, w):
+...     y = torch.hypot(x, w)
+...     return y, (y,)
 >>> def backward(options, g, x, params, saved, needs):
-...     gx = torch.where(x > 0, g, g * params[0]) if needs.x else None
-...     slope = (g * x.clamp(max=0)).flatten(1).sum(1, keepdim=True)  # (N, 1)
-...     return gx, [Dense(slope)]
->>> rule = register(Rule("prelu", (torch.nn.functional.prelu,), bind, forward, backward))
->>> fn = lambda p, x: torch.nn.functional.prelu(x, p["slope"]).square().sum()
->>> params, batch = {"slope": torch.tensor([0.2])}, torch.randn(6, 5)
->>> psgrad.testing.check(fn, params, batch, rules={"params['slope']": ["prelu"]})
+...     each = g / saved[0]
+...     gx = each * x if needs.x else None
+...     gw = params[0] * each.flatten(1).sum(1, keepdim=True)  # (N, 1)
+...     return gx, [Dense(gw)]
+>>> rule = register(Rule("hypot", (torch.hypot,), bind, forward, backward, saves=1))
+>>> fn = lambda p, x: torch.hypot(x, p["w"]).sin().sum()
+>>> params, batch = {"w": torch.tensor([0.2])}, torch.randn(6, 5)
+>>> psgrad.testing.check(fn, params, batch, rules={"params['w']": ["hypot"]})
 >>> psgrad.extend.unregister(rule)
 """
 

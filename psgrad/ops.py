@@ -29,14 +29,19 @@ from .rules import norm as _norm
 
 __all__ = [
     "batch_norm",
+    "bilinear",
     "conv1d",
     "conv2d",
     "conv3d",
+    "conv_transpose1d",
+    "conv_transpose2d",
+    "conv_transpose3d",
     "embedding",
     "group_norm",
     "instance_norm",
     "layer_norm",
     "linear",
+    "rms_norm",
 ]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -69,11 +74,16 @@ def _op(rule: Rule, func: _Function) -> _Function:
 
 
 linear = _op(_linear.LINEAR, F.linear)
+bilinear = _op(_linear.BILINEAR, F.bilinear)
 conv1d = _op(_conv.CONV[0], F.conv1d)
 conv2d = _op(_conv.CONV[1], F.conv2d)
 conv3d = _op(_conv.CONV[2], F.conv3d)
+conv_transpose1d = _op(_conv.TRANSPOSED[0], F.conv_transpose1d)
+conv_transpose2d = _op(_conv.TRANSPOSED[1], F.conv_transpose2d)
+conv_transpose3d = _op(_conv.TRANSPOSED[2], F.conv_transpose3d)
 group_norm = _op(_norm.GROUP, F.group_norm)
 layer_norm = _op(_norm.LAYER, F.layer_norm)
+rms_norm = _op(_norm.RMS, F.rms_norm)
 instance_norm = _op(_norm.INSTANCE, F.instance_norm)
 batch_norm = _op(_norm.BATCH, F.batch_norm)
 embedding = _op(_embedding.EMBEDDING, F.embedding)

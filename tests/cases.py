@@ -131,6 +131,19 @@ def constant(*shape: int) -> Callable[[Tensor], Tensor]:
 
 _W, _B = constant(4, 3), constant(4)
 
+
+class _Bilinears(nn.Module):
+    """Both inputs of the second depend on the first's parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Bilinear(3, 3, 2), nn.Bilinear(2, 3, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x, x.cos())
+        return self.second(y.sin(), torch.cat([y, x[..., :1]], -1))
+
+
 LINEAR = (
     op("linear-vector", lambda x, w, b: F.linear(x, w, b), "linear", (3,), w=(5, 3), b=(5,)),
     op("linear-matrix", lambda x, w, b: F.linear(x, w, b), "linear", (2, 3), w=(5, 3), b=(5,)),
@@ -153,7 +166,30 @@ LINEAR = (
         w=(4, 3),
     ),
     op("linear-shared-input", lambda x, w: F.linear(_W(x), w) * x, {of("F.linear", "w"): "mul"}, (4, 2), w=(2, 3)),
-    op("bilinear", lambda x, w, b: F.bilinear(x, x, w, b), "vmap", (3,), w=(2, 3, 3), b=(2,)),
+    op("bilinear", lambda x, w, b: F.bilinear(x, x, w, b), "bilinear", (3,), w=(2, 3, 3), b=(2,)),
+    op("bilinear-rows", lambda x, w: F.bilinear(x, x[..., :2], w), "bilinear", (2, 4, 3), w=(5, 3, 2)),
+    op("bilinear-shared-input", lambda x, w, b: F.bilinear(x, _W(x), w, b), "bilinear", (4, 2), w=(2, 2, 3), b=(2,)),
+    op(
+        "bilinear-parameter-as-input",
+        lambda x, e, w: F.bilinear(x, e, w),
+        {"e": "vmap", "w": "bilinear"},
+        (2, 3),
+        e=(2, 4),
+        w=(5, 3, 4),
+    ),
+    op(
+        "bilinear-parameter-first",
+        lambda x, e, w: F.bilinear(e, x, w),
+        {"e": "vmap", "w": "vmap"},
+        (2, 3),
+        e=(2, 4),
+        w=(5, 4, 3),
+    ),
+    op("bilinear-frozen-weight", lambda x, b: F.bilinear(x, x, _W(x)[None, :3], b), "bilinear", (2, 3), b=(1,)),
+    op("bilinear-frozen", lambda x, s: F.bilinear(x * s, x, _W(x)[None, :3]), {"s": "mul"}, (2, 3), s=(3,)),
+    op("bilinear-weight-per-sample", lambda x, b: F.bilinear(x[0], x[0], x, b), "vmap", (3, 3, 3), b=(3,)),
+    op("bilinear-view", lambda x, w: F.bilinear(x, x, w.transpose(1, 2)), "vmap", (2, 3), w=(2, 3, 3)),
+    module("bilinear-chain", lambda: _Bilinears(), "bilinear", (2, 3)),
     module("linear-module", lambda: nn.Linear(3, 5), "linear", (2, 3)),
     module("linear-module-no-bias", lambda: nn.Linear(3, 5, bias=False), "linear", (3,)),
     module("linear-module-frozen-bias", lambda: nn.Linear(3, 5), "linear", (3,), frozen=("bias",)),
@@ -244,6 +280,11 @@ def _conv(id: str, d: int, x: tuple[int, ...], *args: Any, **kwargs: Any) -> Cas
     return module(id, lambda: getattr(nn, f"Conv{d}d")(*args, **kwargs), f"conv{d}d", x)
 
 
+def _transposed(id: str, d: int, x: tuple[int, ...], *args: Any, **kwargs: Any) -> Case:
+    """A module ConvTranspose{d}d(*args, **kwargs) on an input of shape x."""
+    return module(id, lambda: getattr(nn, f"ConvTranspose{d}d")(*args, **kwargs), f"conv_transpose{d}d", x)
+
+
 CONV = (
     _conv("conv1d", 1, (2, 3, 7), 3, 4, 3),
     _conv("conv1d-unbatched", 1, (3, 7), 3, 4, 3),
@@ -302,7 +343,62 @@ CONV = (
     op("conv2d-transposed-weight", lambda x, w: F.conv2d(x, w.transpose(0, 1)), "conv2d", (3, 5, 5), w=(3, 4, 2, 2)),
     op("conv2d-parameter-as-input", lambda x, e: F.conv2d(e, x), "vmap", (2, 3, 2, 2), e=(3, 5, 5)),
     op("conv2d-weight-per-sample", lambda x, b: F.conv2d(x, x, b), "vmap", (3, 3, 2, 2), b=(3,)),
-    op("conv-transpose1d", lambda x, w, b: F.conv_transpose1d(x, w, b, 2, 1, 1), "vmap", (3, 5), w=(3, 2, 3), b=(2,)),
+    _transposed("conv-transpose1d", 1, (2, 3, 5), 3, 2, 3),
+    _transposed("conv-transpose1d-unbatched", 1, (3, 5), 3, 2, 3, stride=2, padding=1, output_padding=1),
+    _transposed("conv-transpose1d-no-bias", 1, (3, 5), 3, 2, 2, bias=False),
+    _transposed("conv-transpose1d-groups", 1, (2, 4, 5), 4, 6, 3, stride=3, groups=2, output_padding=2),
+    _transposed("conv-transpose1d-pointwise", 1, (2, 3, 5), 3, 4, 1, stride=2, output_padding=1),
+    _transposed("conv-transpose1d-beyond-reach", 1, (2, 3, 4), 3, 2, 2, dilation=3, output_padding=2),
+    _transposed("conv-transpose1d-beyond-reach-padded", 1, (3, 5), 3, 2, 2, padding=2, dilation=3, output_padding=1),
+    _transposed("conv-transpose1d-long", 1, (2, 60), 2, 1, 5, stride=2, padding=2),  # the grouped strategy
+    _transposed("conv-transpose2d", 2, (2, 3, 4, 5), 3, 4, 3),
+    _transposed("conv-transpose2d-unbatched", 2, (3, 4, 5), 3, 4, (3, 2), stride=2),
+    _transposed("conv-transpose2d-output-padding", 2, (2, 3, 4, 4), 3, 4, 3, (2, 3), (1, 0), (1, 2)),
+    _transposed("conv-transpose2d-dilation", 2, (3, 4, 4), 3, 4, (2, 3), dilation=(2, 3), padding=1),
+    _transposed("conv-transpose2d-groups", 2, (4, 4, 3), 4, 6, 3, stride=2, groups=2),
+    _transposed("conv-transpose2d-depthwise", 2, (2, 3, 4, 4), 3, 6, 3, groups=3, padding=1),
+    _transposed("conv-transpose2d-pointwise", 2, (3, 4, 4), 3, 5, 1),
+    _transposed("conv-transpose2d-cut-away", 2, (3, 5, 5), 3, 4, 1, padding=1),
+    _transposed("conv-transpose2d-beyond-reach", 2, (3, 4, 3), 3, 2, 2, dilation=(3, 4), output_padding=(2, 3)),
+    _transposed("conv-transpose2d-large-map", 2, (2, 12, 12), 2, 8, 3, padding=1),  # the grouped strategy
+    _transposed("conv-transpose3d", 3, (2, 3, 2, 3), 2, 3, 2),
+    _transposed("conv-transpose3d-inner-batch", 3, (2, 2, 3, 2, 2), 2, 4, 2, (1, 2, 2), 1, (0, 1, 0), 2),
+    module(
+        "conv-transpose2d-frozen-weight",
+        lambda: nn.ConvTranspose2d(3, 4, 3),
+        "conv_transpose2d",
+        (3, 5, 5),
+        frozen=("weight",),
+    ),
+    module(
+        "conv-transpose2d-frozen-bias",
+        lambda: nn.ConvTranspose2d(3, 4, 3),
+        "conv_transpose2d",
+        (3, 5, 5),
+        frozen=("bias",),
+    ),
+    op(
+        "conv-transpose2d-keywords",
+        lambda x, w, b: F.conv_transpose2d(dilation=2, bias=b, stride=[3], weight=w, output_padding=(1,), input=x),
+        "conv_transpose2d",
+        (2, 4, 4),
+        w=(2, 3, 2, 3),
+        b=(3,),
+    ),
+    op(
+        "conv-transpose2d-view", lambda x, w: F.conv_transpose2d(x, w.mT), "conv_transpose2d", (3, 4, 4), w=(3, 2, 2, 3)
+    ),
+    op("conv-transpose1d-weight-per-sample", lambda x, b: F.conv_transpose1d(x, x, b), "vmap", (3, 3, 2), b=(3,)),
+    module(
+        "autoencoder",
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 3, 2, 1), nn.PReLU(4), nn.ConvTranspose2d(4, 3, 4, 2, 1), nn.PReLU(), nn.Conv2d(3, 2, 1)
+        ),
+        {f"{k}.{name}": "conv2d" for k in (0, 4) for name in ("weight", "bias")}
+        | {f"2.{name}": "conv_transpose2d" for name in ("weight", "bias")}
+        | {"1.weight": "prelu", "3.weight": "prelu"},
+        (1, 2, 6, 6),
+    ),
     module(
         "convolutional-net",
         lambda: nn.Sequential(
@@ -361,7 +457,21 @@ NORM = (
     op("layer-norm-no-weight", lambda x, b: F.layer_norm(x, [5], bias=b), "layer_norm", (2, 5), b=(5,)),
     op("layer-norm-plain", lambda x, s: F.layer_norm(x * s, (5,)), {"s": "mul"}, (2, 5), s=(5,)),
     op("layer-norm-int-shape", lambda x, w: F.layer_norm(x, torch.Size([5]), w), "layer_norm", (2, 5), w=(5,)),
-    module("rms-norm", lambda: nn.RMSNorm(5), "vmap", (2, 5)),
+    module("rms-norm", lambda: nn.RMSNorm(5), "rms_norm", (2, 5)),
+    module("rms-norm-vector", lambda: nn.RMSNorm(5, eps=0.1), "rms_norm", (5,)),
+    module("rms-norm-two-axes", lambda: nn.RMSNorm((3, 4)), "rms_norm", (2, 3, 4)),
+    module("rms-norm-inner-batches", lambda: nn.RMSNorm(3), "rms_norm", (2, 2, 4, 3)),
+    op("rms-norm-plain", lambda x, s: F.rms_norm(x * s, (5,)), {"s": "mul"}, (2, 5), s=(5,)),
+    op(
+        "rms-norm-parameter",
+        lambda x, e, w: F.rms_norm(e, [3], w) * x,
+        {of("F.rms_norm", "e", "w"): "mul"},
+        (4, 3),
+        e=(2, 4, 3),
+        w=(3,),
+    ),
+    op("rms-norm-frozen-weight", lambda x, s: F.rms_norm(x * s, (4,), _B(x)), {"s": "mul"}, (2, 4), s=(4,)),
+    op("rms-norm-twice", lambda x, w: F.rms_norm(F.rms_norm(x, [5], w).exp(), [5], w), "rms_norm " * 2, (2, 5), w=(5,)),
     module("instance-norm", lambda: nn.InstanceNorm2d(3, affine=True), "instance_norm", (2, 3, 4, 4)),
     module("instance-norm-unbatched", lambda: nn.InstanceNorm1d(3, affine=True), "instance_norm", (3, 4)),
     module("instance-norm-3d", lambda: nn.InstanceNorm3d(2, affine=True), "instance_norm", (2, 2, 2, 2)),
@@ -419,6 +529,28 @@ NORM = (
 
 # ---- tables ------------------------------------------------------------------------------------------------
 
+_STARTS, _STARTS_AND_END = torch.tensor([0, 2, 2, 6]), torch.tensor([0, 2, 2, 6, 9])  # the second bag is empty
+
+
+def _bag(id: str, shape: tuple[int, ...], rule: str = "embedding_bag", **options: Any) -> Case:
+    """F.embedding_bag of a table of 4 rows."""
+
+    def call(x: Tensor, w: Tensor) -> Tensor:
+        return F.embedding_bag(x, w, **{name: o(w) if callable(o) else o for name, o in options.items()})
+
+    return op(id, call, rule, ints(4, *shape), w=(4, 3))
+
+
+def _bags_of_samples() -> Problem:
+    """Every sample has bags of its own lengths."""
+
+    def fn(params: Any, sample: Any) -> Tensor:
+        index, offsets = sample
+        return loss(F.embedding_bag(index, params["w"], offsets))
+
+    return fn, {"w": draw(4, 3)}, (ints(4, 5)(), torch.tensor([[0, 2], [0, 0], [0, 5], [0, 4]]))
+
+
 EMBEDDING = (
     op("embedding", lambda x, w: F.embedding(x, w), "embedding", ints(6, 5), w=(6, 3)),
     op("embedding-one-index", lambda x, w: F.embedding(x, w), "embedding", ints(6), w=(6, 3)),
@@ -470,7 +602,50 @@ EMBEDDING = (
     ),
     op("index-list", lambda x, w: w[[2, 0, 2]] * x, {of("Tensor.__getitem__", "w"): "mul"}, (3, 2), w=(5, 2)),
     op("index-sample", lambda x, s: x[torch.tensor([1, 0])] * s, {"s": "mul"}, (3, 2), s=(2,)),
-    op("embedding-bag", lambda x, w: F.embedding_bag(x, w), "vmap", ints(6, 2, 4), w=(6, 3)),
+    _bag("embedding-bag", (2, 4)),
+    _bag("embedding-bag-sum", (2, 4), mode="sum"),
+    _bag("embedding-bag-max", (2, 4), mode="max"),
+    _bag("embedding-bag-padding", (3, 4), padding_idx=1),
+    _bag("embedding-bag-sum-padding", (3, 4), mode="sum", padding_idx=-2),
+    _bag("embedding-bag-max-padding", (3, 4), mode="max", padding_idx=1),
+    _bag("embedding-bag-by-frequency", (3, 4), "vmap", scale_grad_by_freq=True),
+    _bag("embedding-bag-by-frequency-padding", (3, 4), "vmap", mode="sum", scale_grad_by_freq=True, padding_idx=0),
+    _bag("embedding-bag-weights", (3, 4), mode="sum", per_sample_weights=constant(3, 4)),
+    _bag("embedding-bag-weights-padding", (3, 4), mode="sum", per_sample_weights=constant(3, 4), padding_idx=1),
+    _bag("embedding-bag-offsets", (9,), offsets=_STARTS),
+    _bag("embedding-bag-offsets-sum", (9,), offsets=_STARTS, mode="sum"),
+    _bag("embedding-bag-offsets-max", (9,), offsets=_STARTS, mode="max"),
+    _bag("embedding-bag-offsets-padding", (9,), offsets=_STARTS, padding_idx=2),
+    _bag("embedding-bag-offsets-max-padding", (9,), offsets=_STARTS, mode="max", padding_idx=2),
+    _bag("embedding-bag-offsets-by-frequency", (9,), "vmap", offsets=_STARTS, scale_grad_by_freq=True),
+    _bag("embedding-bag-offsets-weights", (9,), offsets=_STARTS, mode="sum", per_sample_weights=constant(9)),
+    _bag("embedding-bag-last-offset", (9,), offsets=_STARTS_AND_END, include_last_offset=True),
+    _bag("embedding-bag-last-offset-max", (9,), offsets=_STARTS_AND_END, include_last_offset=True, mode="max"),
+    Case("embedding-bag-offsets-per-sample", _bags_of_samples, _rules("embedding_bag", ["w"])),
+    op(
+        "embedding-bag-weight-parameters",
+        lambda x, w, s: F.embedding_bag(x, w, mode="sum", per_sample_weights=s),
+        {"w": "embedding_bag", "s": "vmap"},
+        ints(3, 2, 4),
+        w=(3, 2),
+        s=(2, 4),
+    ),
+    op(
+        "embedding-bag-computed-weights",
+        lambda x, w, s: F.embedding_bag(x, w, mode="sum", per_sample_weights=s * x),
+        {"w": "embedding_bag", "s": "mul"},
+        ints(3, 2, 4),
+        w=(3, 2),
+        s=(2, 4),
+    ),
+    op(
+        "embedding-bag-shared-index",
+        lambda x, w: F.embedding_bag(torch.tensor([[2, 0], [2, 2]]), w) * x,
+        "embedding_bag",
+        (2, 3),
+        w=(5, 3),
+    ),
+    op("embedding-bag-transposed", lambda x, w: F.embedding_bag(x, w.T), "embedding_bag", ints(6, 2, 5), w=(3, 6)),
     op("one-hot", lambda x, w: F.one_hot(x, 6).to(w.dtype) @ w, "matmul", ints(6, 5), w=(6, 3), refused=True),
     op("gather", lambda x, w: w.gather(0, x), "vmap", ints(4, 2, 3), w=(4, 3)),
 )
@@ -528,7 +703,13 @@ ELEMENTWISE = (
     op("class-token", lambda x, w: torch.cat([w.expand(1, -1), x]), "vmap", (2, 3), w=(3,)),
     op("relative-positions", lambda x, w: x + w[_offsets(3)], {of("Tensor.__getitem__", "w"): "add"}, (3, 3), w=(5,)),
     op("where", lambda x, w: torch.where(x > 0, x, w), "vmap", (2, 3), w=(3,)),
-    op("prelu", lambda x, w: F.prelu(x, w), "vmap", (2, 3), w=(3,)),
+    op("prelu", lambda x, w: F.prelu(x, w), "prelu", (2, 3), w=(3,)),
+    op("prelu-images", lambda x, w: x.prelu(w), "prelu", (2, 3, 4, 4), w=(3,)),
+    op("prelu-one-slope", lambda x, w: F.prelu(x, w), "prelu", (2, 3, 4), w=(1,)),
+    op("prelu-vector", lambda x, w: F.prelu(x, w), "prelu", (3,), w=(1,)),
+    op("prelu-number", lambda x, w: F.prelu(x.sum(), w), "prelu", (3,), w=()),
+    op("prelu-as-long-as-the-batch", lambda x, w: F.prelu(x, w), "prelu", (N, N), w=(N,)),
+    op("prelu-twice", lambda x, w: F.prelu(F.prelu(x, w) - 1, w), "prelu prelu", (2, 3, 2), w=(3,)),
     op(
         "stack-of-parameters",
         lambda x, a, b: x @ torch.stack([a, b]),

@@ -213,6 +213,65 @@ def convs(draw: Draw, d: int, words: bool = True) -> Conv:
     )
 
 
+class Transposed(NamedTuple):
+    n: int
+    inner: int | None  # images per sample; None: an unbatched call
+    groups: int
+    inputs: int  # channels per group
+    outputs: int
+    spatial: tuple[int, ...]
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    output_padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    weight: str
+    bias: str
+    layout: Layout
+
+    @property
+    def x(self) -> tuple[int, ...]:
+        return *(() if self.inner is None else (self.inner,)), self.groups * self.inputs, *self.spatial
+
+    @property
+    def w(self) -> tuple[int, ...]:
+        return self.groups * self.inputs, self.outputs, *self.kernel
+
+
+@st.composite
+def transposed_convs(draw: Draw, d: int) -> Transposed:
+    """Any transposed convolution whose output is not empty; output padding up to where torch refuses it."""
+    small = st.integers(1, 3 if d < 3 else 2)
+
+    def each(size: st.SearchStrategy[int]) -> tuple[int, ...]:
+        return tuple(draw(size) for _ in range(d))
+
+    kernel, dilation, stride, padding = each(small), each(small), each(small), each(st.integers(0, 2))
+    extra = tuple(draw(st.integers(0, max(s, di) - 1)) for s, di in zip(stride, dilation, strict=True))
+    spatial = []
+    for k, di, s, p, e in zip(kernel, dilation, stride, padding, extra, strict=True):
+        size = draw(small)
+        while (size - 1) * s - 2 * p + di * (k - 1) + e + 1 < 1:
+            size += 1
+        spatial.append(size)
+    return Transposed(
+        draw(SAMPLES),
+        draw(st.sampled_from((None, 1, 2))),
+        draw(small),
+        draw(small),
+        draw(small),
+        tuple(spatial),
+        kernel,
+        stride,
+        padding,
+        extra,
+        dilation,
+        draw(st.sampled_from(("param", "frozen"))),
+        draw(USE),
+        draw(LAYOUTS),
+    )
+
+
 # ---- norms -------------------------------------------------------------------------------------------------
 
 
@@ -246,6 +305,13 @@ def group_norms(draw: Draw) -> Norm:
 def layer_norms(draw: Draw) -> Norm:
     shape = draw(sizes(1, 3))
     return _norm(draw, (*draw(sizes(0, 2)), *shape), shape)
+
+
+@st.composite
+def rms_norms(draw: Draw) -> Norm:
+    shape = draw(sizes(1, 3))
+    config = _norm(draw, (*draw(sizes(0, 2)), *shape), shape, draw(st.sampled_from((None, 0.1))))
+    return config._replace(bias="none", scaled=config.scaled or config.weight != "param")
 
 
 @st.composite
@@ -294,6 +360,41 @@ def embeddings(draw: Draw, most: int = 1) -> Embedding:
     )
 
 
+class Bag(NamedTuple):
+    n: int
+    rows: int
+    width: int
+    index: tuple[int, ...]  # (B, L), or (T,) with offsets
+    lengths: tuple[int, ...] | None  # of the bags
+    include_last: bool
+    dtype: torch.dtype
+    mode: str
+    padding: int | None
+    scaled: str | None  # the weights of the indices: None, a "param", per "sample", or a product of "both"
+    layout: Layout
+
+
+@st.composite
+def bags(draw: Draw) -> Bag:
+    rows, mode = draw(st.integers(1, 4)), draw(st.sampled_from(("sum", "mean", "max")))
+    lengths = draw(st.none() | sizes(1, 4, SIZE_OR_NONE_AT_ALL))
+    index = draw(sizes(2, 2)) if lengths is None else (sum(lengths),)
+    assume(prod(index) > 0)
+    return Bag(
+        draw(SAMPLES),
+        rows,
+        draw(SIZE),
+        index,
+        lengths,
+        lengths is not None and draw(st.booleans()),
+        draw(st.sampled_from((torch.int64, torch.int32))),
+        mode,
+        draw(st.none() | st.integers(-rows, rows - 1)),
+        draw(st.sampled_from((None, "param", "sample", "both"))) if mode == "sum" else None,
+        draw(LAYOUTS),
+    )
+
+
 # ---- elementwise -------------------------------------------------------------------------------------------
 
 
@@ -316,6 +417,37 @@ def pairs(draw: Draw) -> Pair:
         return tuple(draw(st.sampled_from((1, size))) for size in shape)
 
     return Pair(draw(SAMPLES), part(), part(), draw(st.booleans()), draw(st.booleans()), draw(LAYOUTS))
+
+
+class Slopes(NamedTuple):
+    n: int
+    x: tuple[int, ...]
+    slopes: tuple[int, ...]
+    scaled: bool  # x needs a gradient
+    layout: Layout
+
+
+@st.composite
+def slopes(draw: Draw) -> Slopes:
+    """prelu with one slope, or one for each element of the sample's second axis."""
+    x = draw(sizes(0, 4))
+    shapes = st.sampled_from(((), (1,), *(((x[1],),) if len(x) > 1 else ())))
+    return Slopes(draw(SAMPLES), x, draw(shapes), draw(st.booleans()), draw(LAYOUTS))
+
+
+class Bilinear(NamedTuple):
+    n: int
+    lead: tuple[int, ...]
+    first: int
+    second: int
+    outputs: int
+    bias: str
+    layout: Layout
+
+
+@st.composite
+def bilinears(draw: Draw) -> Bilinear:
+    return Bilinear(draw(SAMPLES), draw(sizes(0, 2)), draw(SIZE), draw(SIZE), draw(SIZE), draw(USE), draw(LAYOUTS))
 
 
 # ---- views -------------------------------------------------------------------------------------------------

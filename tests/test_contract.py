@@ -8,7 +8,6 @@ from typing import Any
 import optree
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.func import grad, vmap
 
@@ -208,19 +207,26 @@ SPELLINGS: dict[str, Spelling] = {
     "mv": (_PAIR, (2, 3), {"w": (3,)}),
     "addmm": (lambda f, x, w, b: f(b, x, w), (2, 3), {"w": (3, 4), "b": (4,)}),
     "einsum": (lambda f, x, w: f("ti,io->to", x, w), (2, 3), {"w": (3, 4)}),
+    "bilinear": (lambda f, x, w, b: f(x, x.sin(), w, b), (2, 3), {"w": (4, 3, 3), "b": (4,)}),
     "conv1d": (lambda f, x, w, b: f(x, w, b), (3, 5), {"w": (4, 3, 2), "b": (4,)}),
     "conv2d": (lambda f, x, w, b: f(x, w, b), (3, 4, 4), {"w": (4, 3, 2, 2), "b": (4,)}),
     "conv3d": (lambda f, x, w, b: f(x, w, b), (2, 3, 3, 3), {"w": (4, 2, 2, 2, 2), "b": (4,)}),
+    "conv_transpose1d": (lambda f, x, w, b: f(x, w, b), (3, 5), {"w": (3, 4, 2), "b": (4,)}),
+    "conv_transpose2d": (lambda f, x, w, b: f(x, w, b), (3, 4, 4), {"w": (3, 4, 2, 2), "b": (4,)}),
+    "conv_transpose3d": (lambda f, x, w, b: f(x, w, b), (2, 3, 3, 3), {"w": (2, 4, 2, 2, 2), "b": (4,)}),
     "group_norm": (lambda f, x, w, b: f(x, 2, w, b), (2, 4, 3), _AFFINE),
     "layer_norm": (lambda f, x, w, b: f(x, [4], w, b), (2, 4), _AFFINE),
+    "rms_norm": (lambda f, x, w: f(x, [4], w), (2, 4), {"w": (4,)}),
     "instance_norm": (lambda f, x, w, b: f(x, None, None, w, b), (2, 4, 3), _AFFINE),
     "batch_norm": (lambda f, x, w, b: f(x, None, None, w, b, training=True), (2, 4, 3), _AFFINE),
     "embedding": (lambda f, x, w: f(x.argsort(), w), (3,), {"w": (3, 4)}),
+    "embedding_bag": (lambda f, x, w: f(x.argsort(), w), (2, 3), {"w": (3, 4)}),
     "index": (lambda f, x, w: f(w, x.argsort()), (3,), {"w": (3, 4)}),
     "add": (_PAIR, (2, 3), {"w": (3,)}),
     "sub": (_PAIR, (2, 3), {"w": (3,)}),
     "mul": (_PAIR, (2, 3), {"w": (3,)}),
     "div": (_PAIR, (2, 3), {"w": (3,)}),
+    "prelu": (_PAIR, (2, 3), {"w": (3,)}),
 }
 
 
@@ -248,10 +254,10 @@ def test_a_rule_without_a_case_is_noticed(monkeypatch: pytest.MonkeyPatch) -> No
     """The two checks above can fail."""
     rule = REGISTERED["linear"]
     assert isinstance(rule, Rule)
-    stray = Rule("stray", (F.prelu,), rule.bind, rule.forward, rule.backward)
-    monkeypatch.setitem(_registry.RULES, F.prelu, stray)
+    stray = Rule("stray", (torch.hypot,), rule.bind, rule.forward, rule.backward)
+    monkeypatch.setitem(_registry.RULES, torch.hypot, stray)
     monkeypatch.setitem(REGISTERED, "stray", stray)
     with pytest.raises(AssertionError):
         test_every_rule_has_cases("stray")
     with pytest.raises(KeyError):
-        test_every_registered_function_runs_its_rule(F.prelu, stray)
+        test_every_registered_function_runs_its_rule(torch.hypot, stray)

@@ -1,15 +1,17 @@
-"""The README tells the truth: its examples run, and its table of ops is the registry's.
+"""The README tells the truth: its examples run, and its tables are what the registry and `explain` say.
 
-`python tests/test_readme.py` rewrites the table.
+`python tests/test_readme.py` rewrites the tables.
 """
 
 import doctest
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import psgrad
 from psgrad._errors import name_of
@@ -46,13 +48,64 @@ def ops_table() -> str:
     return "\n".join(lines)
 
 
-def with_table(text: str) -> str:
-    return re.sub(r"(?<=<!-- ops -->\n).*?(?=<!-- /ops -->)", lambda _: ops_table() + "\n", text, flags=re.S)
+def handling(entry: Any) -> dict[str, list[str]]:
+    """How a module's parameters are handled, as `explain` reports it: the rules, and their factors."""
+    if entry.loops:
+        return {"a loop over samples": []}
+    found: dict[str, list[str]] = {}
+    _, fn, params, batch = entry.built(entry.modes[0])
+    for row in psgrad.explain(fn, params, batch).rows:
+        rule = "vmap" if row.how.startswith("vmap") else row.how.removeprefix("rule ")
+        found.setdefault(rule, []).append(row.factor)
+    return found
 
 
-def test_table_of_ops_is_the_registry() -> None:
+def cell(found: dict[str, list[str]]) -> str:
+    """Rules that yield the same factors together: "conv1d, conv2d (Patches, Dense)"."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for rule, factors in found.items():
+        alike.setdefault(tuple(dict.fromkeys(factors)), []).append(rule)
+    return "; ".join(
+        ", ".join(rules) + (f" ({', '.join(factors)})" if factors else "") for factors, rules in alike.items()
+    )
+
+
+def modules_table() -> str:
+    """The modules of torch.nn that have parameters, those of 1, 2 and 3 axes on one line."""
+    from tests.cases import default_dtype
+    from tests.modules import MODULES, NOTES
+
+    lines: dict[str, tuple[list[str], dict[str, list[str]]]] = {}
+    asked = set()
+    with default_dtype(torch.float64):
+        for entry in MODULES:
+            name, rules = entry.id.partition("-")[0], entry.expected()
+            kind = (name, entry.loops, *sorted({rule for used in rules.values() for rule in used}))
+            if name.startswith("Lazy") or kind in asked:  # an entry with other options and the same rules
+                continue
+            asked.add(kind)
+            names, found = lines.setdefault(re.sub(r"[123]d$", "", name), ([], {}))
+            names += [name] if name not in names else []
+            for rule, factors in handling(entry).items():
+                found.setdefault(rule, []).extend(factors)
+    rows = ["| module | its parameters | notes |", "|---|---|---|"]
+    for names, found in lines.values():
+        rows.append(f"| {', '.join(f'`{n}`' for n in names)} | {cell(found)} | {NOTES.get(names[0], '')} |")
+    return "\n".join(rows)
+
+
+def with_table(text: str, name: str, table: Callable[[], str]) -> str:
+    return re.sub(rf"(?<=<!-- {name} -->\n).*?(?=<!-- /{name} -->)", lambda _: table() + "\n", text, flags=re.S)
+
+
+TABLES = {"ops": ops_table, "modules": modules_table}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_table_is_true(name: str) -> None:
     text = README.read_text()
-    assert text == with_table(text), "run `python tests/test_readme.py`"
+    assert f"<!-- {name} -->" in text
+    assert text == with_table(text, name, TABLES[name]), "run `python tests/test_readme.py`"
 
 
 def test_examples_run() -> None:
@@ -73,4 +126,6 @@ def test_examples_run() -> None:
 
 
 if __name__ == "__main__":
-    README.write_text(with_table(README.read_text()))
+    sys.path.insert(0, str(README.parent))  # where the package of tests is
+    for _name, _table in TABLES.items():
+        README.write_text(with_table(README.read_text(), _name, _table))

@@ -124,6 +124,24 @@ def test_einsum(most: int) -> None:
     run()
 
 
+@given(config=some.bilinears())
+def test_bilinear(config: some.Bilinear) -> None:
+    """Both inputs depend on a parameter and on the sample."""
+    operands = Operands(
+        "bilinear", w=((config.outputs, config.first, config.second), "param"), b=((config.outputs,), config.bias)
+    )
+    operands.scale(config.first + config.second)
+
+    def fn(params: Params, x: Tensor) -> Tensor:
+        w, b = operands.of(params)
+        first, second = (x * params["scale"]).split([config.first, config.second], -1)
+        return loss(F.bilinear(first, second, w, b))
+
+    check(
+        fn, operands.params, draw(config.n, *config.lead, config.first + config.second), config.layout, operands.rules
+    )
+
+
 # ---- convolutions ------------------------------------------------------------------------------------------
 
 
@@ -144,6 +162,48 @@ def test_conv(d: int) -> None:
         check(fn, operands.params, draw(config.n, *config.x), config.layout, operands.rules)
 
     run()
+
+
+@pytest.mark.parametrize("d", [1, 2, 3])
+def test_conv_transpose(d: int) -> None:
+    conv = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[d - 1]
+
+    @given(config=some.transposed_convs(d))
+    def run(config: some.Transposed) -> None:
+        bias = ((config.groups * config.outputs,), config.bias)
+        operands = Operands(f"conv_transpose{d}d", w=(config.w, config.weight), b=bias)
+        operands.scale(*config.x)
+
+        def fn(params: Params, x: Tensor) -> Tensor:
+            w, b = operands.of(params)
+            options = config.stride, config.padding, config.output_padding, config.groups, config.dilation
+            return loss(conv(x * params["scale"], w, b, *options))
+
+        check(fn, operands.params, draw(config.n, *config.x), config.layout, operands.rules)
+
+    run()
+
+
+REFUSED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...]]] = {
+    "Expected weight to be of same shape": (lambda x, w: F.rms_norm(x, [4], w), (1,)),
+    "expected input with shape": (lambda x, w: F.rms_norm(x, [3], w), (3,)),
+    "at least 1-dimensional": (lambda x, w: F.rms_norm(x, [], w), ()),
+    "must be tuple of ints": (lambda x, w: F.rms_norm(x, 4, w), (4,)),
+    "output padding must be smaller": (lambda x, w: F.conv_transpose1d(x, w, output_padding=1), (2, 3, 2)),
+    "Output size is too small": (lambda x, w: F.conv_transpose1d(x, w, padding=4), (2, 3, 2)),
+    "Mismatch of parameter numbers and input channel size": (lambda x, w: F.prelu(x, w), (3,)),
+    "input1 size does not match weight size": (lambda x, w: F.bilinear(x, x, w), (2, 3, 4)),
+    "bias size does not match weight size": (lambda x, w: F.bilinear(x, x, w, w[0, 0, :1]), (2, 4, 4)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch, before it refuses
+@pytest.mark.parametrize("message", REFUSED)
+def test_rules_refuse_what_torch_refuses(message: str) -> None:
+    """With torch's own words."""
+    call, shape = REFUSED[message]
+    with pytest.raises((RuntimeError, TypeError), match=message):
+        psgrad.per_sample_grads(lambda w, x: call(x, w).sum(), draw(*shape), draw(3, 2, 4))
 
 
 def test_conv_refuses_what_torch_refuses() -> None:
@@ -232,6 +292,11 @@ def test_layer_norm(config: some.Norm) -> None:
     _check_norm(config, "layer_norm", lambda x, w, b: F.layer_norm(x, config.affine, w, b, 0.1))
 
 
+@given(config=some.rms_norms())
+def test_rms_norm(config: some.Norm) -> None:
+    _check_norm(config, "rms_norm", lambda x, w, b: F.rms_norm(x, config.affine, w, config.option))
+
+
 @pytest.mark.parametrize("tracking", [False, True])
 def test_instance_norm(tracking: bool) -> None:
     mean, var = draw(3), draw(3).exp()
@@ -296,6 +361,38 @@ def test_index(config: some.Embedding) -> None:
     _check_table(config, "index", -config.rows, lambda index, w: w[index])
 
 
+@given(config=some.bags())
+def test_embedding_bag(config: some.Bag) -> None:
+    params, rules = {"w": draw(config.rows, config.width)}, {"w": "embedding_bag"}
+    if config.scaled in ("param", "both"):
+        params, rules = (
+            params | {"s": draw(*config.index)},
+            rules | {"s": "vmap" if config.scaled == "param" else "mul"},
+        )
+    offsets = None
+    if config.lengths is not None:
+        ends = torch.tensor(config.lengths).cumsum(0)
+        offsets = torch.cat([ends.new_zeros(1), ends])[: None if config.include_last else -1]
+
+    def fn(params: Params, index: Tensor) -> Tensor:
+        own = (index + 1).double().sin()
+        scales = {"param": lambda: params["s"], "sample": lambda: own, "both": lambda: params["s"] * own}
+        return loss(
+            F.embedding_bag(
+                index,
+                params["w"],
+                offsets,
+                mode=config.mode,
+                include_last_offset=config.include_last,
+                padding_idx=config.padding,
+                per_sample_weights=None if config.scaled is None else scales[config.scaled](),
+            )
+        )
+
+    batch = torch.randint(config.rows, (config.n, *config.index), dtype=config.dtype)
+    check(fn, params, batch, config.layout, rules)
+
+
 def _buffers(want: Tensor) -> list[Tensor]:
     """What a factor may be asked to write into: contiguous, transposed, strided, of another dtype."""
     nan = lambda *shape, dtype=want.dtype: torch.full(shape, torch.nan, dtype=dtype)
@@ -351,6 +448,16 @@ def test_elementwise(op: str) -> None:
         check(fn, params, draw(config.n, *config.x), config.layout, rules)
 
     run()
+
+
+@given(config=some.slopes())
+def test_prelu(config: some.Slopes) -> None:
+    def fn(params: Params, x: Tensor) -> Tensor:
+        return loss(F.prelu(x * params["scale"] if config.scaled else x, params["w"]))
+
+    params = ({"scale": draw(*config.x)} if config.scaled else {}) | {"w": draw(*config.slopes)}
+    rules = ({"scale": "mul"} if config.scaled else {}) | {"w": "prelu"}
+    check(fn, params, draw(config.n, *config.x), config.layout, rules)
 
 
 # ---- views -------------------------------------------------------------------------------------------------

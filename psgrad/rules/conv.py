@@ -1,7 +1,7 @@
-"""conv1d, conv2d, conv3d."""
+"""conv1d, conv2d, conv3d, and their transposes."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -93,8 +93,89 @@ def bind_conv(
     return Call(input, (weight, bias), geometry, before if single or far else None, after if single else None)
 
 
-CONV = tuple(
-    Rule(f.__name__, (f,), bind_conv, forward, backward, autocast="lower", factors=("Patches", "Dense"))
-    for f in (F.conv1d, F.conv2d, F.conv3d)
+# ---- transposed -----------------------------------------------------------------------------------------
+
+
+class Transposed(NamedTuple):
+    geometry: ConvGeometry
+    output_padding: tuple[int, ...]
+
+
+def transposed_forward(
+    options: Transposed, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    (stride, padding, dilation, groups), extra = options
+    y = torch.convolution(_images(x), weight, bias, stride, padding, dilation, True, extra, groups)
+    return y.unflatten(0, x.shape[:2]), ()  # x (N, B, C, *S)
+
+
+def _reached(options: Transposed, g: Tensor, x: Tensor, kernel: Sequence[int]) -> tuple[Tensor, ConvGeometry]:
+    """The cotangent as the input of a convolution that gives one output for each position of x.
+
+    An output padding of a stride or more (there is one where the dilation is larger) would give it more
+    outputs; then it is padded here, and what lies beyond the kernel's reach is left out.
+    """
+    geometry, extra = options
+    if all(e < s for e, s in zip(extra, geometry.stride, strict=True)):
+        return g, geometry
+    g = F.pad(g, [p for side in reversed(geometry.padding) for p in (side, side)])
+    for axis, (s, d, k) in enumerate(zip(geometry.stride, geometry.dilation, kernel, strict=True), start=3):
+        g = g.narrow(axis, 0, (x.shape[axis] - 1) * s + d * (k - 1) + 1)
+    return g, geometry._replace(padding=(0,) * len(kernel))
+
+
+def transposed_backward(
+    options: Transposed, g: Tensor, x: Tensor, params: Sequence[Tensor | None], saved: Any, needs: Needs
+) -> tuple[Tensor | None, list[Factor | None]]:
+    """The weight's gradient is that of the convolution which leads back, from the output to the input."""
+    weight, _ = params
+    assert weight is not None
+    (stride, padding, dilation, groups), extra = options
+    gx = None
+    if needs.x:
+        mask = [True, False, False]
+        gx = torch.ops.aten.convolution_backward(
+            _images(g), _images(x), weight, None, stride, padding, dilation, True, extra, groups, mask
+        )[0].unflatten(0, x.shape[:2])
+    factors: list[Factor | None] = [None, None]
+    if needs.params[0]:
+        kernel = tuple(weight.shape[2:])
+        reached, geometry = _reached(options, g, x, kernel)
+        factors[0] = Patches(reached, x, geometry, kernel)
+    if needs.params[1]:
+        factors[1] = Dense(g.flatten(3).sum((1, 3)))
+    return gx, factors
+
+
+def bind_transposed(
+    input: Any,
+    weight: Any,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Call | Decline:
+    d = weight.dim() - 2
+    stride, padding, output_padding, dilation = (_each(v, d) for v in (stride, padding, output_padding, dilation))
+    single = input.dim() == d + 1  # no batch axis inside fn
+    return Call(
+        input,
+        (weight, bias),
+        Transposed(ConvGeometry(stride, padding, dilation, groups), output_padding),
+        (lambda x: x[:, None]) if single else None,
+        (lambda y: y[:, 0]) if single else None,
+    )
+
+
+def _rule(f: Any, bind: Any, forward: Any, backward: Any) -> Rule:
+    return Rule(f.__name__, (f,), bind, forward, backward, autocast="lower", factors=("Patches", "Dense"))
+
+
+CONV = tuple(_rule(f, bind_conv, forward, backward) for f in (F.conv1d, F.conv2d, F.conv3d))
+TRANSPOSED = tuple(
+    _rule(f, bind_transposed, transposed_forward, transposed_backward)
+    for f in (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 )
-RULES = CONV
+RULES = CONV + TRANSPOSED

@@ -1,9 +1,10 @@
-"""A parameter added to, subtracted from, multiplied with or divided by something that differs per sample."""
+"""A parameter added to, subtracted from, multiplied with or divided by something that differs per sample; prelu."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .._factors import Dense, Factor
@@ -79,6 +80,37 @@ def _binder(op: str) -> Callable[..., Call | Decline]:
     return bind
 
 
+# ---- prelu ----------------------------------------------------------------------------------------------
+
+
+def _slopes(x: Tensor, weight: Tensor) -> Tensor:
+    """One slope, or one for each channel of x (N, B, C, ...), to be broadcast with x."""
+    return weight.reshape(()) if weight.numel() == 1 else weight.view(-1, *[1] * (x.dim() - 3))
+
+
+def prelu_forward(options: None, x: Tensor, weight: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    if weight.numel() == 1:
+        return F.prelu(x, weight), ()
+    return F.prelu(x.flatten(0, 1), weight).unflatten(0, x.shape[:2]), ()
+
+
+def prelu_backward(
+    options: None, g: Tensor, x: Tensor, params: Sequence[Tensor], saved: Any, needs: Needs
+) -> tuple[Tensor | None, list[Factor | None]]:
+    weight, n = params[0], len(x)
+    gx, each = torch.ops.aten._prelu_kernel_backward(g, x, _slopes(x, weight))  # both in one pass
+    slopes = each.reshape(n, -1).sum(1) if weight.numel() == 1 else each.reshape(*x.shape[:3], -1).sum((1, 3))
+    return (gx if needs.x else None), [Dense(slopes.view(n, *weight.shape))]
+
+
+def bind_prelu(input: Any, weight: Any) -> Call | Decline:
+    if not isinstance(weight, Param) or weight.dim() > 1 or isinstance(input, Param):
+        return Decline("the slopes are not a parameter")
+    if weight.numel() != 1 and (input.dim() < 2 or input.shape[1] != weight.numel()):
+        return Decline("the slopes do not fit")  # torch says so itself
+    return Call(input, (weight,))
+
+
 T = torch.Tensor
 _SPELLINGS = {
     "add": (torch.add, T.add, T.__add__, T.__radd__),
@@ -86,16 +118,28 @@ _SPELLINGS = {
     "mul": (torch.mul, T.mul, T.__mul__, T.__rmul__, torch.multiply, T.multiply),
     "div": (torch.div, T.div, T.__truediv__, torch.divide, T.divide, torch.true_divide, T.true_divide),
 }
-RULES = tuple(
+RULES = (
+    *(
+        Rule(
+            op,
+            functions,
+            _binder(op),
+            forward,
+            backward,
+            keeps_input=op in ("mul", "div"),
+            only_params=True,
+            factors=("Dense",),
+        )
+        for op, functions in _SPELLINGS.items()
+    ),
     Rule(
-        op,
-        functions,
-        _binder(op),
-        forward,
-        backward,
-        keeps_input=op in ("mul", "div"),
+        "prelu",
+        (F.prelu, T.prelu),
+        bind_prelu,
+        prelu_forward,
+        prelu_backward,
         only_params=True,
+        autocast="lower",
         factors=("Dense",),
-    )
-    for op, functions in _SPELLINGS.items()
+    ),
 )

@@ -1,4 +1,4 @@
-"""linear, and its spellings: matmul, mm, bmm, mv, addmm, einsum with one parameter operand.
+"""linear, and its spellings: matmul, mm, bmm, mv, addmm, einsum with one parameter operand; bilinear.
 
 Every one of them reduces to one layout, y[n, h, t, o] = sum_i x[n, h, t, i] w[h, o, i], by views of the
 input, the weight and the output.
@@ -41,6 +41,28 @@ def bind_linear(input: Any, weight: Any, bias: Any = None) -> Call | Decline:
     if weight.dim() != 2 or (bias is not None and bias.dim() != 1):
         return Decline("the weight is not a matrix, or the bias not a vector")
     return Call(input, (weight, bias))
+
+
+def bind_bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Call | Decline:
+    """A linear map of the outer products of the inputs, (..., I J) by (O, I J)."""
+    if weight.dim() != 3 or isinstance(input1, Param):
+        return Decline("the first input is a parameter")
+    if input1.shape[:-1] != input2.shape[:-1] or (input1.shape[-1:] + input2.shape[-1:]) != weight.shape[1:]:
+        return Decline("the inputs do not fit")  # torch says so itself
+    if bias is not None and bias.shape != weight.shape[:1]:
+        return Decline("the bias does not fit")  # torch says so itself
+    operands = [t for t in (input1, input2, weight, bias) if t is not None]
+    if len({t.value.dtype if isinstance(t, Param) else t.dtype for t in operands}) > 1:
+        return Decline("the dtypes differ")  # torch says so itself
+    if not isinstance(weight, Param):
+        matrix = weight.flatten(1)
+    elif (matrix := weight.view(lambda v: v.flatten(1))) is None:
+        return Decline("this layout of the parameter needs a copy")
+
+    def before(x: Tensor, other: Tensor) -> Tensor:
+        return (x[..., :, None] * other[..., None, :]).flatten(-2)
+
+    return Call(input1, (matrix, bias), None, before, None, (input2,))
 
 
 # ---- contractions: a parameter and an input whose axes are named by letters -----------------------------
@@ -165,6 +187,7 @@ def _rule(name: str, functions: tuple[Any, ...], bind: Any, *factors: str, autoc
 
 T = torch.Tensor
 LINEAR = _rule("linear", (F.linear,), bind_linear, "Dense")
+BILINEAR = Rule("bilinear", (F.bilinear,), bind_bilinear, forward, backward, factors=("Outer", "Dense"))
 RULES = (
     LINEAR,
     _rule("matmul", (torch.matmul, T.matmul, T.__matmul__, torch.mm, T.mm), bind_matmul),
@@ -172,4 +195,5 @@ RULES = (
     _rule("mv", (torch.mv, T.mv), bind_mv, autocast="lower off the CPU"),
     _rule("addmm", (torch.addmm, T.addmm), bind_addmm, "Dense"),
     _rule("einsum", (torch.einsum,), bind_einsum),
+    BILINEAR,
 )

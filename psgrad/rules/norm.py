@@ -1,4 +1,4 @@
-"""group_norm, layer_norm, instance_norm, batch_norm.
+"""group_norm, layer_norm, rms_norm, instance_norm, batch_norm.
 
 The fused backward kernels already sum a weight's gradient over a batch axis. Called on the whole batch
 seen as ONE sample whose channels are N x C, they return the gradient of the input and the per-sample
@@ -113,6 +113,48 @@ def bind_layer_norm(
     if input.numel() == 0:
         return Decline("no elements")
     return Call(input, (weight, bias), Layer(shape, eps))
+
+
+# ---- rms norm -------------------------------------------------------------------------------------------
+
+
+class RootMeanSquare(NamedTuple):
+    shape: tuple[int, ...]
+    eps: float | None  # None: what the dtype resolves
+
+
+def rms_forward(options: RootMeanSquare, x: Tensor, weight: Tensor | None) -> tuple[Tensor, Saved]:
+    y, rstd = _aten._fused_rms_norm(x, options.shape, weight, options.eps)
+    return y, (rstd,)
+
+
+def rms_backward(
+    options: RootMeanSquare, g: Tensor, x: Tensor, params: Sequence[Tensor | None], saved: Saved, needs: Needs
+) -> tuple[Tensor | None, list[Factor | None]]:
+    """With r = rsqrt(mean(x^2) + eps): gw = sum_t r_t (x_t g_t), gx = r (w g) - x r^3 mean(x (w g))."""
+    n, width, dtype = len(x), prod(options.shape), saved[0].dtype
+    r = saved[0].reshape(n, -1, 1)  # (N, T, 1)
+    weight = None if params[0] is None else params[0].reshape(-1).to(dtype)
+    rows, g = (t.reshape(n, -1, width).to(dtype) for t in (x, g))  # as torch has it: float32 at least
+    product, gx, gw = rows * g, None, None
+    if needs.params[0]:
+        gw = torch.bmm(r.mT, product).view(n, *options.shape)
+    if needs.x:
+        mean = (product.sum(-1, keepdim=True) if weight is None else (product @ weight)[..., None]) / width
+        gx = (r * g if weight is None else r * g * weight) - rows * (r**3 * mean)
+        gx = gx.view(x.shape).to(x.dtype)
+    return gx, [None if gw is None else Dense(gw)]
+
+
+def bind_rms_norm(
+    input: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None
+) -> Call | Decline:
+    if isinstance(normalized_shape, int) or input.numel() == 0:
+        return Decline("a shape that is a number, or no elements")
+    shape = tuple(normalized_shape)
+    if not shape or tuple(input.shape[-len(shape) :]) != shape or (weight is not None and tuple(weight.shape) != shape):
+        return Decline("the shapes do not fit")  # torch says so itself; its kernel would broadcast
+    return Call(input, (weight,), RootMeanSquare(shape, eps))
 
 
 # ---- instance and batch norm ----------------------------------------------------------------------------
@@ -249,6 +291,12 @@ def layer_plain(options: Layer, x: Tensor, weight: Tensor | None, bias: Tensor |
     return _affine(_normalised(x, list(range(-len(options.shape), 0)), options.eps), weight, bias, 0)
 
 
+def rms_plain(options: RootMeanSquare, x: Tensor, weight: Tensor | None) -> Tensor:
+    eps = torch.finfo(x.dtype).eps if options.eps is None else options.eps
+    square = x.square().mean(list(range(-len(options.shape), 0)), keepdim=True)
+    return _affine(x * torch.rsqrt(square + eps), weight, None, 0)
+
+
 def channel_plain(
     options: Channels, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None
 ) -> Tensor:
@@ -284,6 +332,17 @@ LAYER = Rule(
     autocast="float32 off the CPU",
     factors=_DENSE,
 )
+RMS = Rule(
+    "rms_norm",
+    (F.rms_norm, torch.rms_norm),
+    bind_rms_norm,
+    rms_forward,
+    rms_backward,
+    rms_plain,
+    saves=1,
+    autocast="float32 off the CPU",
+    factors=_DENSE,
+)
 INSTANCE = Rule(
     "instance_norm",
     (F.instance_norm,),
@@ -304,4 +363,4 @@ BATCH = Rule(
     saves=2,
     factors=_DENSE,
 )
-RULES = (GROUP, LAYER, INSTANCE, BATCH)
+RULES = (GROUP, LAYER, RMS, INSTANCE, BATCH)
