@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from . import _functorch as ft
+from ._checkpoint import Following
 from ._errors import ArgumentError, FallbackWarning, PsgradError, UnsupportedOpError, place_of
 from ._intercept import Diverged, Intercept, Use, Written
 from ._param import Source
@@ -240,7 +241,7 @@ def _looped(problem: Problem, sink: DenseSink, warning: str | None) -> Outcome:
         copies = [p.clone() for p in problem.params]  # whatever fn does to them stays here
         with _draws(problem):
             params = [p.detach().requires_grad_() for p in copies]
-            loss, aux, spec = problem.call(params, problem.rows(slice(i, i + 1)).copied().sample(0))
+            loss, aux, spec = problem.call(params, problem.rows(slice(i, i + 1)).copied().sample(0), Following())
         for name, p in zip(problem.names, copies, strict=True) if any(p._version for p in copies) else ():
             if p._version:
                 raise UnsupportedOpError(

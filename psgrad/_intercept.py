@@ -11,7 +11,7 @@ torch function it calls passes through `Intercept`:
 
 import contextlib
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from . import _checkpoint
 from . import _functorch as ft
 from ._errors import PsgradError, UnsupportedOpError, name_of, place
 from ._factors import Factor
@@ -123,6 +124,8 @@ class Intercept(TorchFunctionMode):
         self.copies: dict[int, tuple[Param, Tensor]] = {}  # detached parameters, by their storage
         self.batch: set[int] = set()  # the storages of the caller's batch
         self.anchor: Tensor | None = None  # any leaf: what makes a rule's output require a gradient
+        self.frozen: dict[int, Tensor] = {}  # leaves of other graphs that `fn` has met
+        self.recomputing = False
 
     def track(self, source: Source, wrapped: Tensor) -> None:
         """Recognise `wrapped` as `source` whenever `fn` uses it."""
@@ -131,6 +134,10 @@ class Intercept(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if _hooked() is not None:
+            _checkpoint.follow(self._again)
+        if (_has_graph(args) or (kwargs and _has_graph(kwargs.values()))) and not _minds(func):
+            args, kwargs = self._freeze(func, args, kwargs)
         rule = RULES.get(func)
         if rule is not None:
             return self._ruled(rule, func, args, kwargs)
@@ -150,6 +157,49 @@ class Intercept(TorchFunctionMode):
         if self.log is not None and not _is_attribute(func):
             self._note(func, args, kwargs, None, "no rule for this function")
         return func(*args, **kwargs)
+
+    # ---- what `fn` closes over ---------------------------------------------------------------------
+
+    def _freeze(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments without the graphs of others: what `fn` closes over is a constant."""
+        if ft.current_level() != self.level:  # there a graph may be another transform's
+            return args, kwargs
+        kept = 1 if _writes(func, kwargs) else 0  # torch itself says what may be written
+        frozen = (*args[:kept], *map(self._constant, args[kept:]))
+        return frozen, {k: v if k == "out" else self._constant(v) for k, v in kwargs.items()}
+
+    def _constant(self, value: Any) -> Any:
+        if type(value) in (list, tuple):
+            return type(value)([self._constant(v) for v in value])
+        if not isinstance(value, Tensor) or not value.requires_grad:
+            return value
+        if value.is_leaf and id(value) not in self.frozen:
+            if self.recomputing:
+                raise UnsupportedOpError(
+                    "a checkpointed function does not find its parameters again when it is recomputed\n"
+                    f"  called at {place()}\n"
+                    "  hand them to it as arguments, or make fn with psgrad.from_module."
+                )
+            self.frozen[id(value)] = value
+        return value.detach()
+
+    @contextlib.contextmanager
+    def _again(self) -> Iterator[None]:
+        """The level and the mode once more, for what a checkpoint recomputes during the backward."""
+        if ft.current_level() == self.level:
+            yield
+            return
+        before = self.sources, self.tracked, self.copies, self.log, self.recomputing
+        self.sources, self.tracked, self.copies = list(self.sources), dict(self.tracked), dict(self.copies)
+        self.log, self.recomputing = None, True
+        try:
+            with ft.vmap_level(self.n, self.randomness) as level:
+                if level != self.level:  # tensors of the first run belong to that level
+                    raise RuntimeError("a checkpoint is recomputed inside another transform")
+                with self:
+                    yield
+        finally:
+            self.sources, self.tracked, self.copies, self.log, self.recomputing = before
 
     # ---- parameters among the arguments ------------------------------------------------------------
 
@@ -244,8 +294,8 @@ class Intercept(TorchFunctionMode):
         if any(ft.is_batched(p, self.level) for p in constants):
             return self._plain(func, args, kwargs, "the weight differs between samples")
         use = None if self.log is None else self._note(func, args, kwargs, rule.name)
-        run = _Run(rule, call, self.sink, use, tracked, bool(constants))
         x = call.x.wrapped if isinstance(call.x, Param) else call.x
+        run = _Run(rule, call._replace(x=None), self.sink, use, tracked, bool(constants))  # x is autograd's to keep
         out = ft.below(self._apply, run, ft.lower(x, self.n, self.level))
         return ft.wrap(out, self.level)
 
@@ -301,7 +351,8 @@ class Intercept(TorchFunctionMode):
                 return type(a)([value_of(v) for v in a])
             return ft.below(self.tracked[id(a)].traced) if id(a) in self.tracked else a
 
-        values = func(*map(value_of, args), **{k: value_of(v) for k, v in kwargs.items()})
+        with _checkpoint.unhooked():  # its backward runs where a checkpoint cannot recompute
+            values = func(*map(value_of, args), **{k: value_of(v) for k, v in kwargs.items()})
         many = isinstance(values, (list, tuple))
         flat = list(values) if many else [values]
         if not all(isinstance(v, Tensor) for v in flat):
@@ -353,6 +404,26 @@ class Intercept(TorchFunctionMode):
             if len(groups) > 1:
                 raise Diverged(groups)
         return func(rows[0], *args[1:], **kwargs)
+
+
+_hooked = _checkpoint.hooked
+_MINDS = frozenset(["requires_grad_", "register_hook", "retain_grad", "backward", "detach_", "__set__", "__delete__"])
+
+
+def _has_graph(values: Any) -> bool:
+    """Whether autograd follows one of `values`. Of a batched tensor it is vmap that says no."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.requires_grad:
+                return True
+        elif type(value) in (list, tuple) and _has_graph(value):
+            return True
+    return False
+
+
+def _minds(func: Any) -> bool:
+    """Whether `func` is about the tensor itself, not its numbers."""
+    return _is_attribute(func) or getattr(func, "__name__", "") in _MINDS
 
 
 _ATTRIBUTES = frozenset(["__get__", "dim", "size", "numel", "stride", "__len__", "is_floating_point", "is_complex"])
