@@ -33,6 +33,7 @@ _ANSWERS: frozenset[Callable[..., Any]] = frozenset(
 
 
 _REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_ATTENTION = torch.nn.functional.multi_head_attention_forward  # holds a fold, whoever its weights belong to
 _IS_NESTABLE = torch._nested_tensor_from_mask_left_aligned  # asked by TransformerEncoder for its fused path
 
 
@@ -149,7 +150,7 @@ class Intercept(TorchFunctionMode):
             return ft.lower(args[0], self.n, self.level).requires_grad
         if func is _IS_NESTABLE:
             return False
-        if _is_composite(func) and self._scan(args, kwargs)[0]:
+        if _is_composite(func) and (func is _ATTENTION or self._scan(args, kwargs)[0]):
             with self:  # torch's own Python: what it calls comes here again
                 return _opened(func)(*args, **kwargs)
         if _writes(func, kwargs) and args and isinstance(args[0], Tensor):
