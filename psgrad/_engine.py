@@ -18,7 +18,7 @@ from torch import Tensor
 from . import _functorch as ft
 from ._checkpoint import Following
 from ._errors import ArgumentError, FallbackWarning, PsgradError, UnsupportedOpError, place_of
-from ._intercept import Diverged, Intercept, Use, Written
+from ._intercept import Diverged, Intercept, Retry, Use, Written
 from ._param import Source
 from ._problem import Problem, generators, rewind
 from ._sink import DenseSink
@@ -90,8 +90,22 @@ def _warn(message: str) -> None:
 
 def vmapped(problem: Problem, sink: Any, log: list[Use] | None = None) -> Outcome:
     """All samples at once."""
+    settings: list[str] = []
+    while True:
+        try:
+            return _attempt(problem, sink, log, settings)
+        except Retry as retry:
+            settings.append(retry.setting)  # each is asked for once
+        if log is not None:
+            log.clear()
+        if problem.randomness == "same":
+            rewind(problem.draws_from)
+
+
+def _attempt(problem: Problem, sink: Any, log: list[Use] | None, settings: list[str]) -> Outcome:
     n = problem.n
     mode = Intercept(n, problem.randomness, sink, log)
+    mode.lifts, mode.repeats = "lifts" in settings, "repeats" in settings
     roots = [p.contiguous() for p in problem.params]
     leaves = [p.expand(n, *p.shape).requires_grad_() for p in roots]
     mode.anchor = leaves[0]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from . import _checkpoint
+from . import _checkpoint, _masks
 from . import _functorch as ft
 from ._errors import PsgradError, UnsupportedOpError, name_of, place
 from ._factors import Factor
@@ -66,6 +66,13 @@ def _no_autocast(device: str) -> contextlib.AbstractContextManager[None]:
 
 class Written(BaseException):
     """`fn` is about to change its sample in place: let it have a copy. Not for `fn` to catch."""
+
+
+class Retry(BaseException):
+    """`fn` is to run once more, with `setting` of the mode switched on. Not for `fn` to catch."""
+
+    def __init__(self, setting: str) -> None:
+        self.setting = setting
 
 
 class _Run(NamedTuple):
@@ -127,6 +134,8 @@ class Intercept(TorchFunctionMode):
         self.anchor: Tensor | None = None  # any leaf: what makes a rule's output require a gradient
         self.frozen: dict[int, Tensor] = {}  # leaves of other graphs that `fn` has met
         self.recomputing = False
+        self.lifts = False  # a new tensor gets a sample axis of its own, so that samples can be written into it
+        self.repeats = False  # functions of parameters alone are computed per sample, so that they can be written to
 
     def track(self, source: Source, wrapped: Tensor) -> None:
         """Recognise `wrapped` as `source` whenever `fn` uses it."""
@@ -139,6 +148,11 @@ class Intercept(TorchFunctionMode):
             _checkpoint.follow(self._again)
         if (_has_graph(args) or (kwargs and _has_graph(kwargs.values()))) and not _minds(func):
             args, kwargs = self._freeze(func, args, kwargs)
+        if func in _masks.FUNCTIONS and ft.current_level() == self.level:
+            call = _masks.rewritten(func, args, kwargs, self.n, self.level, _split)
+            if call is not None:
+                with self:
+                    return call[0](*call[1], **call[2])
         rule = RULES.get(func)
         if rule is not None:
             return self._ruled(rule, func, args, kwargs)
@@ -154,7 +168,9 @@ class Intercept(TorchFunctionMode):
             with self:  # torch's own Python: what it calls comes here again
                 return _opened(func)(*args, **kwargs)
         if _writes(func, kwargs) and args and isinstance(args[0], Tensor):
-            self._check_write(func, args[0])
+            self._check_write(func, args, kwargs)
+        elif self.lifts and func in _MAKERS:
+            return self._lifted(func(*args, **kwargs))
         if self.log is not None and not _is_attribute(func):
             self._note(func, args, kwargs, None, "no rule for this function")
         return func(*args, **kwargs)
@@ -234,20 +250,32 @@ class Intercept(TorchFunctionMode):
             "  per-sample gradients need parameters that stay put: change a clone instead."
         )
 
-    def _check_write(self, func: Any, target: Tensor) -> None:
-        """`fn` changes `target` in place: never the caller's parameters or batch."""
+    def _check_write(self, func: Any, args: Any, kwargs: Any) -> None:
+        """`fn` changes its first argument in place: never the caller's parameters or batch."""
+        target = args[0]
         param = self.tracked.get(id(target))
-        if param is not None and not torch.is_grad_enabled():
-            if param.source.index < self.roots:
-                raise self._changes(func, param)
-            raise RuntimeError("a function of parameters is changed in place")  # the loop can do that
+        if param is not None and not torch.is_grad_enabled() and param.source.index < self.roots:
+            raise self._changes(func, param)
         if ft.current_level() != self.level:
             return
-        storage = ft.lower(target, self.n, self.level).untyped_storage()._cdata
+        if not self.lifts and not ft.is_batched(target, self.level):
+            params, samples = self._scan(args[1:], kwargs)
+            if samples or params:
+                raise Retry("lifts")
+        lowered = ft.lower(target, self.n, self.level)
+        if any(shares_memory(lowered, source.value) for source in self.sources[self.roots :]):
+            raise Retry("repeats")
+        storage = lowered.untyped_storage()._cdata
         if storage in self.batch:
             raise Written
         if storage in self.copies:
             raise self._changes(func, self.copies[storage][0])
+
+    def _lifted(self, new: Any) -> Any:
+        """A new tensor with memory of its own for every sample."""
+        if not isinstance(new, Tensor) or ft.current_level() != self.level or ft.is_batched(new, self.level):
+            return new
+        return ft.wrap(ft.below(new.expand(self.n, *new.shape).contiguous), self.level)
 
     def _note(self, func: Any, args: Any, kwargs: Any, rule: str | None, reason: str = "") -> Use | None:
         """Log a use of parameters, where somebody wants the log."""
@@ -279,6 +307,8 @@ class Intercept(TorchFunctionMode):
         if isinstance(rule, Fold):
             return self._folded(rule, func, args, kwargs)
         if not samples and rule.only_params:  # a weight made of weights, not a weight at work
+            if self.repeats:
+                return self._plain(func, args, kwargs, "a function of parameters is changed in place")
             return self._once(func, args, kwargs, params)
         try:
             call = rule.bind(*self._resolve(args), **{k: self._resolve(v) for k, v in kwargs.items()})
@@ -288,7 +318,12 @@ class Intercept(TorchFunctionMode):
             return func(*args, **kwargs)
         if isinstance(call, Decline):
             return self._plain(func, args, kwargs, call.reason)
-        if not samples and isinstance(call.x, Param) and not any(isinstance(p, Tensor) for p in call.params):
+        if (
+            not samples
+            and isinstance(call.x, Param)
+            and not any(isinstance(p, Tensor) for p in call.params)
+            and not self.repeats
+        ):
             return self._once(func, args, kwargs, params)  # a standardised weight, say
         tracked = tuple([isinstance(p, Param) for p in call.params])
         constants = [p for p in call.params if isinstance(p, Tensor)]
@@ -338,8 +373,9 @@ class Intercept(TorchFunctionMode):
     def _pure(self, func: Any, args: Any, kwargs: Any) -> Any:
         params, samples = self._scan(args, kwargs)
         if not params:
-            return func(*args, **kwargs)
-        if samples or ft.current_level() != self.level:
+            out = func(*args, **kwargs)
+            return self._lifted(out) if self.lifts and func in _MAKERS else out
+        if samples or ft.current_level() != self.level or (self.repeats and func not in VIEWS):
             return self._plain(func, args, kwargs, "no rule for this function")
         return self._once(func, args, kwargs, params)
 
@@ -398,13 +434,17 @@ class Intercept(TorchFunctionMode):
         if ft.current_level() != self.level or not ft.is_batched(t, self.level):
             return func(*args, **kwargs)
         rows = ft.lower(t, self.n, self.level).detach()
-        flat = rows.reshape(self.n, -1)
-        if not bool(((flat == flat[:1]) | (flat.isnan() & flat[:1].isnan())).all()):
-            group = torch.unique(flat, dim=0, return_inverse=True)[1]
-            groups = [(group == k).nonzero().flatten() for k in range(int(group.max()) + 1)]
-            if len(groups) > 1:
-                raise Diverged(groups)
+        _split(rows.reshape(self.n, -1))
         return func(rows[0], *args[1:], **kwargs)
+
+
+def _split(rows: Tensor) -> None:
+    """Diverged, where the rows (N, ...) are not all equal."""
+    if not bool(((rows == rows[:1]) | (rows.isnan() & rows[:1].isnan())).all()):
+        group = torch.unique(rows, dim=0, return_inverse=True)[1]
+        groups = [(group == k).nonzero().flatten() for k in range(int(group.max()) + 1)]
+        if len(groups) > 1:
+            raise Diverged(groups)
 
 
 _hooked = _checkpoint.hooked
@@ -427,6 +467,13 @@ def _minds(func: Any) -> bool:
     return _is_attribute(func) or getattr(func, "__name__", "") in _MINDS
 
 
+_MAKERS = frozenset(  # of tensors that `fn` might then write to
+    function
+    for name in ("zeros", "ones", "empty", "full", "tensor", "clone", "empty_strided", "eye", "scalar_tensor")
+    for spelling in (name, f"{name}_like", f"new_{name}")
+    for home in (torch, torch.Tensor)
+    if (function := getattr(home, spelling, None)) is not None
+)
 _ATTRIBUTES = frozenset(["__get__", "dim", "size", "numel", "stride", "__len__", "is_floating_point", "is_complex"])
 
 

@@ -720,14 +720,9 @@ def test_new_style_autograd_function_needs_no_loop():
 
 
 DYNAMIC = {
-    "boolean mask": lambda p, x: torch.sin(F.linear(x, p))[x[:3] > 0].sum(),
-    "nonzero": lambda p, x: p[:, x.nonzero().flatten()].square().sum() * x.sum(),
     "unique": lambda p, x: p[:, x.long().unique() % 4].square().sum() * x.sum(),
-    "masked_select": lambda p, x: torch.masked_select(F.linear(x, p), x[:3] > 0).square().sum(),
-    "where of one argument": lambda p, x: F.linear(x, p)[torch.where(x[:3] > 0)].square().sum(),
     "repeat_interleave": lambda p, x: torch.repeat_interleave(F.linear(x, p), x[:3].abs().long()).sum(),
     "numpy": lambda p, x: F.linear(x, p).sum() * float(x.numpy().max()),
-    "argwhere": lambda p, x: F.linear(x, p)[torch.argwhere(x[:3] > 0)[:, 0]].square().sum(),
 }
 
 
@@ -737,6 +732,46 @@ def test_data_dependent_shapes(name):
     x = torch.randn(5, 4)
     with pytest.warns(psgrad.FallbackWarning, match=r"test_robustness\.py:\d+ in <lambda>: "):
         psgrad.testing.check(DYNAMIC[name], torch.randn(3, 4), x)
+
+
+MASKED = {
+    "boolean mask": lambda p, x: torch.sin(F.linear(x, p))[x[:3] > 0].sum(),
+    "mask of a parameter": lambda p, x: p[x[:3] > 0].square().sum() * x.sum(),
+    "mask of two axes": lambda p, x: (p * x)[(p * x) > 0].square().sum(),
+    "mask beside a slice": lambda p, x: (p * x)[1:, x > 0].square().sum(),
+    "mask beside a number": lambda p, x: (p * x)[x[:3] > 0, 1].square().sum(),
+    "number behind a mask": lambda p, x: _put(p * x, x[:3] > 0, 0.5).square().sum(),
+    "sample behind a mask": lambda p, x: _put(p * x, p * x > 0, x.sum()).square().sum(),
+    "vector behind a mask": lambda p, x: _put(p * x, x[:3] > 0, p[0]).square().sum(),
+    "values behind a mask": lambda p, x: _put(p * x, p * x > 0, (p - x)[p * x > 0]).square().sum(),
+    "samples behind a mask of zeros": lambda p, x: (_put(torch.zeros(4), x > 0, x[x > 0]) * p).square().sum(),
+    "masked_select": lambda p, x: torch.masked_select(F.linear(x, p), x[:3] > 0).square().sum(),
+    "masked_select of a row": lambda p, x: p.masked_select(x > 0).square().sum() * x.sum(),
+    "nonzero": lambda p, x: p[:, x.relu().nonzero().flatten()].square().sum() * x.sum(),
+    "nonzero of two axes": lambda p, x: (p * x)[tuple((p * x).relu().nonzero().t())].square().sum(),
+    "where of one argument": lambda p, x: F.linear(x, p)[torch.where(x[:3] > 0)].square().sum(),
+    "argwhere": lambda p, x: F.linear(x, p)[torch.argwhere(x[:3] > 0)[:, 0]].square().sum(),
+}
+
+
+def _put(t, mask, value):
+    t[mask] = value
+    return t
+
+
+@pytest.mark.parametrize("batch", ["masks that differ", "masks of one size", "one mask", "no element"])
+@pytest.mark.parametrize("name", MASKED)
+def test_masks(name, batch):
+    """Masks as indices need no loop: written as integers where samples choose equally many, else in parts."""
+    x = torch.randn(6, 4).abs() + 0.1
+    if batch == "masks that differ":
+        x = x * torch.randn(6, 4).sign()
+    elif batch == "masks of one size":
+        x = torch.stack([row * torch.tensor([1.0, -1, 1, -1]).roll(2 * i) for i, row in enumerate(x)])
+        x[0, :2] *= -1
+    else:
+        x = x * (torch.tensor([1.0, -1, 1, -1]) if batch == "one mask" else -1)
+    psgrad.testing.check(MASKED[name], torch.randn(3, 4), x, rtol=1e-9, atol=1e-9)
 
 
 IN_PLACE = {
@@ -787,7 +822,6 @@ def _then_doubled(h, p):
     return (y * h).sum()
 
 
-@pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning")
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_in_place_ops_on_what_comes_from_parameters(name):
     w = torch.randn(3, 4)

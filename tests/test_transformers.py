@@ -206,12 +206,11 @@ def _loss(output, target):
 
 def _by_hand(model, inputs, target):
     """One ordinary backward pass of the module itself per sample."""
-    rows = []
+    rows, params = [], {name: p for name, p in model.named_parameters() if p.requires_grad}
     for i in range(SAMPLES):
         loss = _loss(model(**{k: t[i : i + 1] for k, t in inputs.items()}), target[i : i + 1])
-        rows.append(torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True, allow_unused=True))
-    names = [name for name, _ in model.named_parameters()]
-    return {name: torch.stack(grads) for name, grads in zip(names, zip(*rows, strict=True), strict=True)}
+        rows.append(torch.autograd.grad(loss, list(params.values()), materialize_grads=True, allow_unused=True))
+    return {name: torch.stack(grads) for name, grads in zip(params, zip(*rows, strict=True), strict=True)}
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch, of ops it has no batching rule for
