@@ -33,6 +33,7 @@ _ANSWERS: frozenset[Callable[..., Any]] = frozenset(
 
 
 _REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_REQUIRE_GRAD = frozenset([torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__])  # type: ignore[attr-defined]
 _ATTENTION = torch.nn.functional.multi_head_attention_forward  # holds a fold, whoever its weights belong to
 _IS_NESTABLE = torch._nested_tensor_from_mask_left_aligned  # asked by TransformerEncoder for its fused path
 
@@ -153,6 +154,8 @@ class Intercept(TorchFunctionMode):
             if call is not None:
                 with self:
                     return call[0](*call[1], **call[2])
+        if kwargs.get("requires_grad") and func not in _REQUIRE_GRAD:  # torch.zeros(..., requires_grad=True)
+            kwargs = kwargs | {"requires_grad": False}
         rule = RULES.get(func)
         if rule is not None:
             return self._ruled(rule, func, args, kwargs)
@@ -162,6 +165,8 @@ class Intercept(TorchFunctionMode):
             return self._pure(func, args, kwargs)
         if func is _REQUIRES_GRAD and ft.current_level() == self.level:  # vmap hides it
             return ft.lower(args[0], self.n, self.level).requires_grad
+        if func in _REQUIRE_GRAD and _wants(*args[1:], **kwargs) and ft.current_level() == self.level:
+            return args[0]  # a graph starts at parameters only; torch.autograd.grad inside `fn` needs the loop anyway
         if func is _IS_NESTABLE:
             return False
         if _is_composite(func) and (func is _ATTENTION or self._scan(args, kwargs)[0]):
@@ -501,6 +506,10 @@ def _is_composite(func: Any) -> bool:
 
 def _no(*_: Any) -> bool:
     return False
+
+
+def _wants(requires_grad: bool = True) -> bool:
+    return requires_grad
 
 
 @cache

@@ -138,6 +138,26 @@ def test_parametrised_weights_inside():
     _close(psgrad.per_sample_grads(fn, params, batch), psgrad.testing.loop_grads(plain, params, batch))
 
 
+@pytest.mark.parametrize("leaf", ["argument", "method", "attribute"])
+def test_leaves_that_the_function_makes(leaf):
+    """Models make a tensor require grad so that torch's checkpoint has something to differentiate."""
+
+    def shift(x):
+        zeros = torch.zeros(WIDTH, requires_grad=leaf == "argument")
+        if leaf == "method":
+            x = x.requires_grad_()
+            zeros.requires_grad_(True)
+        if leaf == "attribute":
+            zeros.requires_grad = True
+        return x + zeros
+
+    params, x = torch.randn(WIDTH), torch.randn(N, WIDTH)
+    _close(
+        psgrad.per_sample_grads(lambda p, x: recomputed(lambda x: shift(x).sin() * p, x).square().sum(), params, x),
+        psgrad.testing.loop_grads(lambda p, x: (x.sin() * p).square().sum(), params, x),
+    )
+
+
 def test_autocast_inside():
     """The recomputation runs at the precision of the first run."""
     x, params = torch.randn(N, 3, WIDTH, dtype=torch.float32), torch.randn(WIDTH, WIDTH, dtype=torch.float32)

@@ -1365,7 +1365,6 @@ def test_more_samples_than_memory_allows():
     torch.testing.assert_close(ours, psgrad.per_sample_grads(fn, params, x))
 
 
-@pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning")
 @pytest.mark.parametrize("preserve", [True, False])
 def test_activation_checkpointing_inside_fn(preserve):
     net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
