@@ -323,6 +323,8 @@ class Intercept(TorchFunctionMode):
             return func(*args, **kwargs)
         if isinstance(call, Decline):
             return self._plain(func, args, kwargs, call.reason)
+        if call.is_complex:
+            return self._plain(func, args, kwargs, "complex numbers")
         if (
             not samples
             and isinstance(call.x, Param)
