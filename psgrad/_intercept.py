@@ -6,13 +6,15 @@ torch function it calls passes through `Intercept`:
     a rule for it, and a parameter among its operands  -> the rule, once for the whole batch
     parameters only, no sample in sight                -> computed once: a view, or a new `Source`
     a Python value wanted from a batched tensor        -> answered where all samples agree, else `Diverged`
+    a mask that differs between samples, as an index   -> integers where all choose equally many, else `Diverged`
     anything else                                      -> plain vmap: exact, dense
+
+What `fn` closes over is a constant: no graph starts there. Where `fn` writes samples into a tensor that it
+made, or changes a function of parameters in place, it runs once more with a setting that allows it (`Retry`).
 """
 
 import contextlib
-import types
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -21,21 +23,28 @@ from torch.overrides import TorchFunctionMode
 
 from . import _checkpoint, _masks
 from . import _functorch as ft
+from ._calls import (
+    ANSWERS,
+    ATTENTION,
+    IS_NESTABLE,
+    MAKERS,
+    REQUIRE_GRAD,
+    REQUIRES_GRAD,
+    has_graph,
+    is_attribute,
+    is_composite,
+    minds,
+    opened,
+    wants,
+    writes,
+)
 from ._errors import PsgradError, UnsupportedOpError, name_of, place
 from ._factors import Factor
 from ._param import Param, Source, shares_memory
 from ._pure import PURE, VIEWS
 from ._registry import RULES, Call, Decline, Fold, Needs, Rule
 
-_ANSWERS: frozenset[Callable[..., Any]] = frozenset(
-    getattr(torch.Tensor, name) for name in ("__bool__", "__int__", "__float__", "__index__", "item", "tolist")
-) | {torch.is_nonzero}
-
-
-_REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
-_REQUIRE_GRAD = frozenset([torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__])  # type: ignore[attr-defined]
-_ATTENTION = torch.nn.functional.multi_head_attention_forward  # holds a fold, whoever its weights belong to
-_IS_NESTABLE = torch._nested_tensor_from_mask_left_aligned  # asked by TransformerEncoder for its fused path
+_hooked = _checkpoint.hooked
 
 
 class Sink(Protocol):
@@ -147,36 +156,36 @@ class Intercept(TorchFunctionMode):
         kwargs = kwargs or {}
         if _hooked() is not None:
             _checkpoint.follow(self._again)
-        if (_has_graph(args) or (kwargs and _has_graph(kwargs.values()))) and not _minds(func):
+        if (has_graph(args) or (kwargs and has_graph(kwargs.values()))) and not minds(func):
             args, kwargs = self._freeze(func, args, kwargs)
         if func in _masks.FUNCTIONS and ft.current_level() == self.level:
             call = _masks.rewritten(func, args, kwargs, self.n, self.level, _split)
             if call is not None:
                 with self:
                     return call[0](*call[1], **call[2])
-        if kwargs.get("requires_grad") and func not in _REQUIRE_GRAD:  # torch.zeros(..., requires_grad=True)
+        if kwargs.get("requires_grad") and func not in REQUIRE_GRAD:  # torch.zeros(..., requires_grad=True)
             kwargs = kwargs | {"requires_grad": False}
         rule = RULES.get(func)
         if rule is not None:
             return self._ruled(rule, func, args, kwargs)
-        if func in _ANSWERS:
+        if func in ANSWERS:
             return self._answer(func, args, kwargs)
         if func in PURE:
             return self._pure(func, args, kwargs)
-        if func is _REQUIRES_GRAD and ft.current_level() == self.level:  # vmap hides it
+        if func is REQUIRES_GRAD and ft.current_level() == self.level:  # vmap hides it
             return ft.lower(args[0], self.n, self.level).requires_grad
-        if func in _REQUIRE_GRAD and _wants(*args[1:], **kwargs) and ft.current_level() == self.level:
+        if func in REQUIRE_GRAD and wants(*args[1:], **kwargs) and ft.current_level() == self.level:
             return args[0]  # a graph starts at parameters only; torch.autograd.grad inside `fn` needs the loop anyway
-        if func is _IS_NESTABLE:
+        if func is IS_NESTABLE:
             return False
-        if _is_composite(func) and (func is _ATTENTION or self._scan(args, kwargs)[0]):
+        if is_composite(func) and (func is ATTENTION or self._scan(args, kwargs)[0]):
             with self:  # torch's own Python: what it calls comes here again
-                return _opened(func)(*args, **kwargs)
-        if _writes(func, kwargs) and args and isinstance(args[0], Tensor):
+                return opened(func)(*args, **kwargs)
+        if writes(func, kwargs) and args and isinstance(args[0], Tensor):
             self._check_write(func, args, kwargs)
-        elif self.lifts and func in _MAKERS:
+        elif self.lifts and func in MAKERS:
             return self._lifted(func(*args, **kwargs))
-        if self.log is not None and not _is_attribute(func):
+        if self.log is not None and not is_attribute(func):
             self._note(func, args, kwargs, None, "no rule for this function")
         return func(*args, **kwargs)
 
@@ -186,7 +195,7 @@ class Intercept(TorchFunctionMode):
         """The arguments without the graphs of others: what `fn` closes over is a constant."""
         if ft.current_level() != self.level:  # there a graph may be another transform's
             return args, kwargs
-        kept = 1 if _writes(func, kwargs) else 0  # torch itself says what may be written
+        kept = 1 if writes(func, kwargs) else 0  # torch itself says what may be written
         frozen = (*args[:kept], *map(self._constant, args[kept:]))
         return frozen, {k: v if k == "out" else self._constant(v) for k, v in kwargs.items()}
 
@@ -381,7 +390,7 @@ class Intercept(TorchFunctionMode):
         params, samples = self._scan(args, kwargs)
         if not params:
             out = func(*args, **kwargs)
-            return self._lifted(out) if self.lifts and func in _MAKERS else out
+            return self._lifted(out) if self.lifts and func in MAKERS else out
         if samples or ft.current_level() != self.level or (self.repeats and func not in VIEWS):
             return self._plain(func, args, kwargs, "no rule for this function")
         return self._once(func, args, kwargs, params)
@@ -452,74 +461,3 @@ def _split(rows: Tensor) -> None:
         groups = [(group == k).nonzero().flatten() for k in range(int(group.max()) + 1)]
         if len(groups) > 1:
             raise Diverged(groups)
-
-
-_hooked = _checkpoint.hooked
-_MINDS = frozenset(["requires_grad_", "register_hook", "retain_grad", "backward", "detach_", "__set__", "__delete__"])
-
-
-def _has_graph(values: Any) -> bool:
-    """Whether autograd follows one of `values`. Of a batched tensor it is vmap that says no."""
-    for value in values:
-        if isinstance(value, Tensor):
-            if value.requires_grad:
-                return True
-        elif type(value) in (list, tuple) and _has_graph(value):
-            return True
-    return False
-
-
-def _minds(func: Any) -> bool:
-    """Whether `func` is about the tensor itself, not its numbers."""
-    return _is_attribute(func) or getattr(func, "__name__", "") in _MINDS
-
-
-_MAKERS = frozenset(  # of tensors that `fn` might then write to
-    function
-    for name in ("zeros", "ones", "empty", "full", "tensor", "clone", "empty_strided", "eye", "scalar_tensor")
-    for spelling in (name, f"{name}_like", f"new_{name}")
-    for home in (torch, torch.Tensor)
-    if (function := getattr(home, spelling, None)) is not None
-)
-_ATTRIBUTES = frozenset(["__get__", "dim", "size", "numel", "stride", "__len__", "is_floating_point", "is_complex"])
-
-
-def _is_attribute(func: Any) -> bool:
-    return getattr(func, "__name__", "") in _ATTRIBUTES
-
-
-def _writes(func: Any, kwargs: Any) -> bool:
-    """Whether `func` changes its first argument: add_, __iadd__, __setitem__, relu(inplace=True)."""
-    name = getattr(func, "__name__", "")
-    if name.endswith("__"):
-        return name == "__setitem__" or name in _INPLACE
-    return name.endswith("_") or bool(kwargs.get("inplace"))
-
-
-_INPLACE = frozenset(
-    f"__i{op}__" for op in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
-)
-
-
-def _is_composite(func: Any) -> bool:
-    """Whether `func` is torch's own Python, made of other torch functions."""
-    return type(func) is types.FunctionType and func.__module__ == "torch.nn.functional"
-
-
-def _no(*_: Any) -> bool:
-    return False
-
-
-def _wants(requires_grad: bool = True) -> bool:
-    return requires_grad
-
-
-@cache
-def _opened(func: types.FunctionType) -> Callable[..., Any]:
-    """`func` without its own hand-over to modes, so that the mode sees the functions it is made of."""
-    scope = func.__globals__ | dict.fromkeys(
-        ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _no
-    )
-    opened = types.FunctionType(func.__code__, scope, func.__name__, func.__defaults__, func.__closure__)
-    opened.__kwdefaults__ = func.__kwdefaults__
-    return opened
