@@ -12,7 +12,7 @@ ANSWERS: frozenset[Callable[..., Any]] = frozenset(  # a Python value from a ten
     getattr(torch.Tensor, name) for name in ("__bool__", "__int__", "__float__", "__index__", "item", "tolist")
 ) | {torch.is_nonzero}
 REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
-REQUIRE_GRAD = frozenset([torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__])  # type: ignore[attr-defined]
+SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 ATTENTION = torch.nn.functional.multi_head_attention_forward  # holds a fold, whoever its weights belong to
 IS_NESTABLE = torch._nested_tensor_from_mask_left_aligned  # asked by TransformerEncoder for its fused path
 _MINDS = frozenset(["requires_grad_", "register_hook", "retain_grad", "backward", "detach_", "__set__", "__delete__"])
@@ -71,7 +71,7 @@ def _no(*_: Any) -> bool:
 
 
 def wants(requires_grad: bool = True) -> bool:
-    """What a call of one of `REQUIRE_GRAD` says, but for its tensor."""
+    """What a call of Tensor.requires_grad_ asks for."""
     return requires_grad
 
 

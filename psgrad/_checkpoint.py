@@ -61,6 +61,11 @@ def follow(around: Around) -> None:
             frame.recompute_fn = _Again(frame.recompute_fn, frame.saved_args, around)
 
 
+def asks(frame: types.FrameType) -> bool:
+    """Whether it is torch's checkpoints that run in `frame`: they would detach a batched tensor for good."""
+    return frame.f_globals is vars(_checkpoint)
+
+
 def unhooked() -> contextlib.AbstractContextManager[Any]:
     """Inside, what autograd saves is kept as it is."""
     if hooked() is None:

@@ -14,7 +14,8 @@ made, or changes a function of parameters in place, it runs once more with a set
 """
 
 import contextlib
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -28,8 +29,8 @@ from ._calls import (
     ATTENTION,
     IS_NESTABLE,
     MAKERS,
-    REQUIRE_GRAD,
     REQUIRES_GRAD,
+    SET_REQUIRES_GRAD,
     has_graph,
     is_attribute,
     is_composite,
@@ -143,6 +144,8 @@ class Intercept(TorchFunctionMode):
         self.batch: set[int] = set()  # the storages of the caller's batch
         self.anchor: Tensor | None = None  # any leaf: what makes a rule's output require a gradient
         self.frozen: dict[int, Tensor] = {}  # leaves of other graphs that `fn` has met
+        self.own: list[Tensor] = []  # leaves that `fn` has made, perhaps for torch.autograd.grad: their graphs stay
+        self.pretended = False  # `fn` thinks of a tensor that it requires grad
         self.recomputing = False
         self.lifts = False  # a new tensor gets a sample axis of its own, so that samples can be written into it
         self.repeats = False  # functions of parameters alone are computed per sample, so that they can be written to
@@ -163,8 +166,6 @@ class Intercept(TorchFunctionMode):
             if call is not None:
                 with self:
                     return call[0](*call[1], **call[2])
-        if kwargs.get("requires_grad") and func not in REQUIRE_GRAD:  # torch.zeros(..., requires_grad=True)
-            kwargs = kwargs | {"requires_grad": False}
         rule = RULES.get(func)
         if rule is not None:
             return self._ruled(rule, func, args, kwargs)
@@ -172,10 +173,10 @@ class Intercept(TorchFunctionMode):
             return self._answer(func, args, kwargs)
         if func in PURE:
             return self._pure(func, args, kwargs)
-        if func is REQUIRES_GRAD and ft.current_level() == self.level:  # vmap hides it
-            return ft.lower(args[0], self.n, self.level).requires_grad
-        if func in REQUIRE_GRAD and wants(*args[1:], **kwargs) and ft.current_level() == self.level:
-            return args[0]  # a graph starts at parameters only; torch.autograd.grad inside `fn` needs the loop anyway
+        if func == REQUIRES_GRAD and ft.current_level() == self.level and not _checkpoint.asks(sys._getframe(1)):
+            return self._requires_grad(args[0])
+        if func is torch.Tensor.requires_grad_ and wants(*args[1:], **kwargs) and self._pretends(args[0]):
+            return args[0]
         if func is IS_NESTABLE:
             return False
         if is_composite(func) and (func is ATTENTION or self._scan(args, kwargs)[0]):
@@ -187,7 +188,12 @@ class Intercept(TorchFunctionMode):
             return self._lifted(func(*args, **kwargs))
         if self.log is not None and not is_attribute(func):
             self._note(func, args, kwargs, None, "no rule for this function")
-        return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if func == SET_REQUIRES_GRAD and args[1]:
+            self.own.append(args[0])
+        elif kwargs.get("requires_grad"):
+            self.own.append(out)
+        return out
 
     # ---- what `fn` closes over ---------------------------------------------------------------------
 
@@ -204,8 +210,10 @@ class Intercept(TorchFunctionMode):
             return type(value)([self._constant(v) for v in value])
         if not isinstance(value, Tensor) or not value.requires_grad:
             return value
+        if self.own and (not value.is_leaf or _is_among(value, self.own)):
+            return value
         if value.is_leaf and id(value) not in self.frozen:
-            if self.recomputing:
+            if self.recomputing and not _is_among(value, self.frozen.values()):
                 raise UnsupportedOpError(
                     "a checkpointed function does not find its parameters again when it is recomputed\n"
                     f"  called at {place()}\n"
@@ -213,6 +221,23 @@ class Intercept(TorchFunctionMode):
                 )
             self.frozen[id(value)] = value
         return value.detach()
+
+    def _requires_grad(self, t: Tensor) -> bool:
+        """What autograd follows, which vmap hides."""
+        found = ft.lower(t, self.n, self.level).requires_grad
+        if self.pretended and not found:
+            raise RuntimeError("fn asks whether a tensor requires grad after it has called requires_grad_()")
+        return found
+
+    def _pretends(self, t: Tensor) -> bool:
+        """Whether `t` can be said to require grad: for torch's checkpoints, models say so of activations.
+
+        No graph starts there. Nobody notices: torch.autograd refuses a batched tensor, and then the loop runs.
+        """
+        if ft.current_level() != self.level or not ft.is_batched(t, self.level):
+            return False
+        self.pretended = self.pretended or not ft.lower(t, self.n, self.level).requires_grad
+        return True
 
     @contextlib.contextmanager
     def _again(self) -> Iterator[None]:
@@ -452,6 +477,10 @@ class Intercept(TorchFunctionMode):
         rows = ft.lower(t, self.n, self.level).detach()
         _split(rows.reshape(self.n, -1))
         return func(rows[0], *args[1:], **kwargs)
+
+
+def _is_among(t: Tensor, others: Iterable[Tensor]) -> bool:
+    return any(shares_memory(t, other) for other in others)
 
 
 def _split(rows: Tensor) -> None:

@@ -146,7 +146,6 @@ def test_leaves_that_the_function_makes(leaf):
         zeros = torch.zeros(WIDTH, requires_grad=leaf == "argument")
         if leaf == "method":
             x = x.requires_grad_()
-            zeros.requires_grad_(True)
         if leaf == "attribute":
             zeros.requires_grad = True
         return x + zeros

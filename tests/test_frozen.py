@@ -164,13 +164,46 @@ def test_uses_of_a_closed_over_leaf(use):
     psgrad.testing.check(lambda p, x: use(w, x * p).square().sum(), torch.randn(4), torch.randn(N, 4))
 
 
-@pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning")
-def test_a_gradient_of_the_frozen_part_inside_fn():
-    """The gradient of a closed-over loss is still there to be had, by the loop."""
-    w = nn.Parameter(torch.randn(4))
+DIFFERENTIATES = {
+    "a closed-over leaf": lambda p, x, w: p * x * torch.autograd.grad(w.square().sum(), w)[0],
+    "a closed-over leaf, perhaps unused": lambda p, x, w: (
+        p * x * torch.autograd.grad((w * x).sin().sum(), w, allow_unused=True)[0]
+    ),
+    "a leaf of its own": lambda p, x, w: p * x * _slope(torch.ones(4).requires_grad_()),
+    "a leaf made as such": lambda p, x, w: p * x * _slope(torch.ones(4, requires_grad=True)),
+    "the sample": lambda p, x, w: p * _slope(x.detach().requires_grad_()),
+    "a jacobian": lambda p, x, w: p * x * torch.autograd.functional.jacobian(lambda t: (t * w).sin(), w.detach()),
+    "a jacobian at the sample": lambda p, x, w: p * torch.autograd.functional.jacobian(lambda t: (t * w).sin(), x),
+    "a jacobian of the sample": lambda p, x, w: p * torch.autograd.functional.jacobian(lambda t: (t * x).sin(), w),
+    "backward": lambda p, x, w: p * x * _after_backward(torch.ones(4, requires_grad=True)),
+}
+
+
+def _slope(leaf):
+    return torch.autograd.grad(leaf.exp().sin().sum(), leaf)[0]
+
+
+def _after_backward(leaf):
+    leaf.exp().sum().backward()
+    return leaf.grad
+
+
+def test_requires_grad_is_what_autograd_says():
+    """Under vmap too: what comes from parameters requires grad, a sample does not."""
+    w, seen = nn.Parameter(torch.randn(4)), []
 
     def fn(p, x):
-        (g,) = torch.autograd.grad(w.square().sum(), w)
-        return (p * x * g).sum()
+        seen.append([t.requires_grad for t in (p, p * 2, x * p, x, w, x * w)])
+        return (x * p).sum()
 
-    psgrad.testing.check(fn, torch.randn(4), torch.randn(N, 4))
+    psgrad.per_sample_grads(fn, torch.randn(4), torch.randn(N, 4))
+    assert seen == [[True, True, True, False, True, False]]
+
+
+@pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning")
+@pytest.mark.parametrize("what", DIFFERENTIATES)
+def test_fn_that_differentiates(what):
+    """Frozen is what nobody differentiates: a gradient inside fn is exact, by the loop where vmap refuses it."""
+    w = nn.Parameter(torch.randn(4))
+    fn = lambda p, x: DIFFERENTIATES[what](p, x, w).square().sum()
+    psgrad.testing.check(fn, torch.randn(4), torch.randn(N, 4), rtol=1e-9, atol=1e-9)
