@@ -1027,3 +1027,48 @@ def test_the_message_of_a_refused_draw():
     place = f"test_robustness.py:{fn.__code__.co_firstlineno + 1} in {fn.__qualname__}"
     with pytest.raises(psgrad.PsgradError, match=re.escape(place)):
         psgrad.per_sample_grads(fn, torch.randn(3, 4), torch.randn(5, 4), randomness="error")
+
+
+# ---- a second run, with other settings ---------------------------------------------------------------------
+
+
+def _through_a_buffer(p, x):
+    h = F.dropout(x * p["scale"], 0.5)
+    buffer = torch.zeros(3)
+    buffer[:2] = F.linear(h, p["weight"])  # samples, into a tensor that has none
+    return (buffer * (p["weight"] * 2).mul_(3).sum()).sum()  # and a function of parameters, changed in place
+
+
+def _of_two_runs():
+    return {"weight": torch.randn(2, 4), "scale": torch.randn(4)}, torch.randn(1, 4).expand(6, 4)
+
+
+@pytest.mark.parametrize("randomness", ["different", "same"])
+@pytest.mark.parametrize("chunk_size", [None, 4])
+def test_draws_when_fn_runs_once_more(randomness, chunk_size):
+    """Reproducible under a seed; with "same", one draw for all samples and all chunks."""
+    params, x = _of_two_runs()
+
+    def grads(size):
+        torch.manual_seed(2)
+        return psgrad.per_sample_grads(_through_a_buffer, params, x, randomness=randomness, chunk_size=size)["weight"]
+
+    first = grads(chunk_size)
+    assert torch.equal(first, grads(chunk_size))
+    alike = [bool(torch.allclose(row, first[0])) for row in first]
+    assert all(alike) if randomness == "same" else not all(alike)
+    if randomness == "same":
+        torch.testing.assert_close(first, grads(None))
+
+
+def test_explain_and_max_bytes_when_fn_runs_once_more():
+    params, x = _of_two_runs()
+    report = psgrad.explain(_through_a_buffer, params, x)
+    assert {(row.param, row.how.split(":")[0]) for row in report.rows} == {
+        ("params['weight']", "rule linear"),
+        ("params['weight']", "vmap"),
+        ("params['scale']", "rule mul"),
+    }
+    assert len({(row.param, row.place, row.op) for row in report.rows}) == len(report.rows)
+    torch.manual_seed(2)
+    psgrad.per_sample_grads(_through_a_buffer, params, x, max_bytes=report.peak_bytes // 2)

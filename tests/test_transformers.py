@@ -382,3 +382,18 @@ def test_gradient_checkpointing(name):
     found, less = grads_and_saved()
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-10)
     assert less < 0.5 * everything
+
+
+def test_gradient_checkpointing_with_frozen_layers():
+    """Fine-tuning the last block: what is frozen costs nothing, checkpoints or not."""
+    architecture = ARCHITECTURES["GPT-2"]
+    model, inputs = _made(architecture), _inputs(architecture, "padding")
+    model.requires_grad_(False).transformer.h[1].requires_grad_(True)
+    fn, params = psgrad.from_module(model.train(), lambda output, _: _output(output).square().sum())
+
+    def grads():
+        torch.manual_seed(1)
+        return psgrad.per_sample_grads(fn, params, (inputs, torch.zeros(SAMPLES)))
+
+    wanted, _ = grads(), model.gradient_checkpointing_enable()
+    torch.testing.assert_close(grads(), wanted, rtol=1e-9, atol=1e-10)
