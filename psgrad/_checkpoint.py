@@ -20,7 +20,8 @@ from torch.utils import checkpoint as _checkpoint
 Around = Callable[[], contextlib.AbstractContextManager[Any]]
 
 _Frame: Any = getattr(_checkpoint, "_CheckpointFrame", ())
-hooked = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, True)  # None, or (pack, unpack)
+_top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+hooked = functools.partial(_top, True)  # the innermost saved-tensor hooks (pack, unpack), or None
 
 
 class _Held(threading.local):

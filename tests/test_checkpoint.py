@@ -1,5 +1,7 @@
 """Activation checkpointing inside `fn`, by torch's own function: exact, without the loop, and it saves memory."""
 
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -129,6 +131,38 @@ def test_parameters_and_samples_that_the_function_closes_over():
         psgrad.per_sample_grads(lambda p, s: fn(p, s, recomputed), params, batch),
         psgrad.testing.loop_grads(lambda p, s: fn(p, s, lambda f, x: f(x)), params, batch),
     )
+
+
+@pytest.mark.parametrize("hooks", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
+def test_parameters_as_arguments(nested, hooks):
+    """Recognised in the recomputation, also where somebody else's hooks have kept them."""
+
+    def layer(x, w, b):
+        return torch.tanh(F.linear(x, w, b)) * b
+
+    def inner(x, w, b):
+        return recomputed(layer, x, w, b) if nested else layer(x, w, b)
+
+    def fn(p, x, through):
+        return through(lambda x, w, b: inner(inner(x, w, b), w, b), torch.sin(x), p["w"], p["b"]).square().sum()
+
+    params, x = {"w": torch.randn(WIDTH, WIDTH), "b": torch.randn(WIDTH)}, torch.randn(N, WIDTH)
+    others = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+    with others if hooks else contextlib.nullcontext():
+        found = psgrad.per_sample_grads(lambda p, x: fn(p, x, recomputed), params, x)
+    _close(found, psgrad.testing.loop_grads(lambda p, x: fn(p, x, lambda f, *args: f(*args)), params, x))
+
+
+def test_one_model_in_threads():
+    """Each recomputation sees the parameters of its own call."""
+    fn, params, plain = _pair(recomputed, [_block() for _ in range(3)])
+    batch = _batch()
+    each = [{k: p * (1 + i) for k, p in params.items()} for i in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        runs = [pool.submit(psgrad.per_sample_grads, fn, p, batch) for p in each * 8]
+    for run, p in zip(runs, each * 8, strict=True):
+        _close(run.result(), psgrad.testing.loop_grads(plain, p, batch))
 
 
 def test_parametrised_weights_inside():
