@@ -41,6 +41,10 @@ MAKERS = frozenset(  # of tensors that `fn` might then write to
     for home in (torch, torch.Tensor)
     if (function := getattr(home, spelling, None)) is not None
 )
+DRAWS = frozenset(  # random numbers into a tensor
+    getattr(torch.Tensor, f"{name}_")
+    for name in ("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal", "random", "uniform")
+)
 _ATTRIBUTES = frozenset(["__get__", "dim", "size", "numel", "stride", "__len__", "is_floating_point", "is_complex"])
 
 

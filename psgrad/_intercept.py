@@ -27,6 +27,7 @@ from . import _functorch as ft
 from ._calls import (
     ANSWERS,
     ATTENTION,
+    DRAWS,
     IS_NESTABLE,
     MAKERS,
     REQUIRES_GRAD,
@@ -299,7 +300,7 @@ class Intercept(TorchFunctionMode):
             return
         if not self.lifts and not ft.is_batched(target, self.level):
             params, samples = self._scan(args[1:], kwargs)
-            if samples or params:
+            if samples or params or (func in DRAWS and self.randomness == "different"):
                 raise Retry("lifts")
         lowered = ft.lower(target, self.n, self.level)
         if any(shares_memory(lowered, source.value) for source in self.sources[self.roots :]):

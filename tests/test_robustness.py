@@ -880,6 +880,8 @@ RANDOM = {
     "rand_like": lambda p, x: (lambda h: (h * torch.rand_like(h)).sum())(F.linear(x, p)),
     "randn": lambda p, x: (F.linear(x, p) * torch.randn(8)).sum(),
     "normal_": lambda p, x: (F.linear(x, p) * torch.empty_like(x[:, :1]).normal_()).sum(),
+    "bernoulli_": lambda p, x: (F.linear(x, p) * torch.empty(8).bernoulli_(0.5)).sum(),
+    "uniform_ of a copy": lambda p, x: (F.linear(x, p) * torch.ones(2, 8)[1].clone().uniform_(-1, 1)).sum(),
     "rrelu": lambda p, x: F.rrelu(F.linear(x, p), training=True).sum(),
     "randperm": lambda p, x: (F.linear(x, p)[:, torch.randperm(8)] * torch.arange(8)).sum(),
 }
@@ -932,6 +934,15 @@ def test_randomness_same_is_one_draw_for_all(name, chunk_size):
 def test_randomness_error_refuses(name):
     with pytest.raises(Exception, match=r"random"):
         draws(RANDOM[name], randomness="error")
+
+
+@pytest.mark.parametrize("randomness", ["different", "same"])
+def test_stochastic_depth_needs_no_loop(randomness):
+    """Random numbers into a new tensor, as torchvision has it; a loop would warn."""
+    fn = lambda p, x: (F.linear(x, p) * torch.empty((1, 1)).bernoulli_(0.5).div_(0.5)).sum() + p.sum()
+    _, grads, _ = draws(fn, randomness=randomness)
+    dropped = (grads == 1).flatten(1).all(1)
+    assert len(dropped.unique()) == (1 if randomness == "same" else 2)
 
 
 def test_dropout_rows_are_zero_or_doubled():
