@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from . import _functorch as ft
+from ._checkpoint import Following
 from ._errors import ArgumentError, FallbackWarning, PsgradError, UnsupportedOpError, place_of
-from ._intercept import Diverged, Intercept, Use, Written
+from ._intercept import Diverged, Intercept, Retry, Use, Written
 from ._param import Source
 from ._problem import Problem, generators, rewind
 from ._sink import DenseSink, FactorSink, NormSink, SumSink
@@ -131,8 +132,23 @@ def _warn(message: str) -> None:
 
 def vmapped(problem: Problem, sink: Any, log: list[Use] | None = None) -> Outcome:
     """All samples at once."""
+    settings: list[str] = []
+    while True:
+        try:
+            return _through(problem, sink, log, settings)
+        except Retry as retry:
+            settings.append(retry.setting)  # each is asked for once
+        if log is not None:
+            log.clear()
+        if problem.randomness == "same":
+            rewind(problem.draws_from)
+
+
+def _through(problem: Problem, sink: Any, log: list[Use] | None, settings: list[str]) -> Outcome:
+    """One forward and one backward."""
     n = problem.n
     mode = Intercept(n, problem.randomness, sink, log)
+    mode.lifts, mode.repeats = "lifts" in settings, "repeats" in settings
     roots = [p.contiguous() for p in problem.params]
     leaves = [p.expand(n, *p.shape).requires_grad_() for p in roots]
     mode.anchor = leaves[0]
@@ -281,7 +297,7 @@ def _looped(
         copies = [p.clone() for p in problem.params]  # whatever fn does to them stays here
         with _draws(problem):
             params = [p.detach().requires_grad_() for p in copies]
-            loss, aux, spec = problem.call(params, one.copied().sample(0))
+            loss, aux, spec = problem.call(params, one.copied().sample(0), Following())
         for name, p in zip(problem.names, copies, strict=True) if any(p._version for p in copies) else ():
             if p._version:
                 raise UnsupportedOpError(

@@ -6,33 +6,47 @@ torch function it calls passes through `Intercept`:
     a rule for it, and a parameter among its operands  -> the rule, once for the whole batch
     parameters only, no sample in sight                -> computed once: a view, or a new `Source`
     a Python value wanted from a batched tensor        -> answered where all samples agree, else `Diverged`
+    a mask that differs between samples, as an index   -> integers where all choose equally many, else `Diverged`
     anything else                                      -> plain vmap: exact, dense
+
+What `fn` closes over is a constant: no graph starts there. Where `fn` writes samples into a tensor that it
+made, or changes a function of parameters in place, it runs once more with a setting that allows it (`Retry`).
 """
 
 import contextlib
-import types
-from collections.abc import Callable
-from functools import cache
+import sys
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from . import _checkpoint, _masks
 from . import _functorch as ft
+from ._calls import (
+    ANSWERS,
+    ATTENTION,
+    DRAWS,
+    IS_NESTABLE,
+    MAKERS,
+    REQUIRES_GRAD,
+    SET_REQUIRES_GRAD,
+    has_graph,
+    is_attribute,
+    is_composite,
+    minds,
+    opened,
+    wants,
+    writes,
+)
 from ._errors import PsgradError, UnsupportedOpError, name_of, place
 from ._factors import Factor
 from ._param import Param, Source, shares_memory
 from ._pure import PURE, VIEWS
 from ._registry import RULES, Call, Decline, Fold, Needs, Rule
 
-_ANSWERS: frozenset[Callable[..., Any]] = frozenset(
-    getattr(torch.Tensor, name) for name in ("__bool__", "__int__", "__float__", "__index__", "item", "tolist")
-) | {torch.is_nonzero}
-
-
-_REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
-_IS_NESTABLE = torch._nested_tensor_from_mask_left_aligned  # asked by TransformerEncoder for its fused path
+_hooked = _checkpoint.hooked
 
 
 class Sink(Protocol):
@@ -68,6 +82,13 @@ def _no_autocast(device: str) -> contextlib.AbstractContextManager[None]:
 
 class Written(BaseException):
     """`fn` is about to change its sample in place: let it have a copy. Not for `fn` to catch."""
+
+
+class Retry(BaseException):
+    """`fn` is to run once more, with `setting` of the mode switched on. Not for `fn` to catch."""
+
+    def __init__(self, setting: str) -> None:
+        self.setting = setting
 
 
 class _Run(NamedTuple):
@@ -127,6 +148,12 @@ class Intercept(TorchFunctionMode):
         self.copies: dict[int, tuple[Param, Tensor]] = {}  # detached parameters, by their storage
         self.batch: set[int] = set()  # the storages of the caller's batch
         self.anchor: Tensor | None = None  # any leaf: what makes a rule's output require a gradient
+        self.frozen: dict[int, Tensor] = {}  # leaves of other graphs that `fn` has met
+        self.own: list[Tensor] = []  # leaves that `fn` has made, perhaps for torch.autograd.grad: their graphs stay
+        self.pretended = False  # `fn` thinks of a tensor that it requires grad
+        self.recomputing = False
+        self.lifts = False  # a new tensor gets a sample axis of its own, so that samples can be written into it
+        self.repeats = False  # functions of parameters alone are computed per sample, so that they can be written to
 
     def track(self, source: Source, wrapped: Tensor) -> None:
         """Recognise `wrapped` as `source` whenever `fn` uses it."""
@@ -135,27 +162,107 @@ class Intercept(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if _hooked() is not None:
+            _checkpoint.follow(self._again)
+        if (has_graph(args) or (kwargs and has_graph(kwargs.values()))) and not minds(func):
+            args, kwargs = self._freeze(func, args, kwargs)
+        if func in _masks.FUNCTIONS and ft.current_level() == self.level:
+            call = _masks.rewritten(func, args, kwargs, self.n, self.level, _split)
+            if call is not None:
+                with self:
+                    return call[0](*call[1], **call[2])
         rule = RULES.get(func)
         if rule is not None:
             return self._ruled(rule, func, args, kwargs)
-        if func in _ANSWERS:
+        if func in ANSWERS:
             return self._answer(func, args, kwargs)
         if func in PURE:
             return self._pure(func, args, kwargs)
-        if func is _REQUIRES_GRAD and ft.current_level() == self.level:  # vmap hides it
-            return ft.lower(args[0], self.n, self.level).requires_grad
-        if func is _IS_NESTABLE:
+        if func == REQUIRES_GRAD and ft.current_level() == self.level and not _checkpoint.asks(sys._getframe(1)):
+            return self._requires_grad(args[0])
+        if func is torch.Tensor.requires_grad_ and wants(*args[1:], **kwargs) and self._pretends(args[0]):
+            return args[0]
+        if func is IS_NESTABLE:
             return False
-        if _is_composite(func) and self._scan(args, kwargs)[0]:
+        if is_composite(func) and (func is ATTENTION or self._scan(args, kwargs)[0]):
             with self:  # torch's own Python: what it calls comes here again
-                return _opened(func)(*args, **kwargs)
-        if _writes(func, kwargs) and args and isinstance(args[0], Tensor):
-            self._check_write(func, args[0])
-        if not _is_attribute(func):
+                return opened(func)(*args, **kwargs)
+        if writes(func, kwargs) and args and isinstance(args[0], Tensor):
+            self._check_write(func, args, kwargs)
+        elif self.lifts and func in MAKERS:
+            return self._lifted(func(*args, **kwargs))
+        if not is_attribute(func):
             if self.log is not None:
                 self._note(func, args, kwargs, None, "no rule for this function")
             self._count(args, kwargs)
-        return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if func == SET_REQUIRES_GRAD and args[1]:
+            self.own.append(args[0])
+        elif kwargs.get("requires_grad"):
+            self.own.append(out)
+        return out
+
+    # ---- what `fn` closes over ---------------------------------------------------------------------
+
+    def _freeze(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments without the graphs of others: what `fn` closes over is a constant."""
+        if ft.current_level() != self.level:  # there a graph may be another transform's
+            return args, kwargs
+        kept = 1 if writes(func, kwargs) else 0  # torch itself says what may be written
+        frozen = (*args[:kept], *map(self._constant, args[kept:]))
+        return frozen, {k: v if k == "out" else self._constant(v) for k, v in kwargs.items()}
+
+    def _constant(self, value: Any) -> Any:
+        if type(value) in (list, tuple):
+            return type(value)([self._constant(v) for v in value])
+        if not isinstance(value, Tensor) or not value.requires_grad:
+            return value
+        if self.own and (not value.is_leaf or _is_among(value, self.own)):
+            return value
+        if value.is_leaf and id(value) not in self.frozen:
+            if self.recomputing and not _is_among(value, self.frozen.values()):
+                raise UnsupportedOpError(
+                    "a checkpointed function does not find its parameters again when it is recomputed\n"
+                    f"  called at {place()}\n"
+                    "  hand them to it as arguments, or make fn with psgrad.from_module."
+                )
+            self.frozen[id(value)] = value
+        return value.detach()
+
+    def _requires_grad(self, t: Tensor) -> bool:
+        """What autograd follows, which vmap hides."""
+        found = ft.lower(t, self.n, self.level).requires_grad
+        if self.pretended and not found:
+            raise RuntimeError("fn asks whether a tensor requires grad after it has called requires_grad_()")
+        return found
+
+    def _pretends(self, t: Tensor) -> bool:
+        """Whether `t` can be said to require grad: for torch's checkpoints, models say so of activations.
+
+        No graph starts there. Nobody notices: torch.autograd refuses a batched tensor, and then the loop runs.
+        """
+        if ft.current_level() != self.level or not ft.is_batched(t, self.level):
+            return False
+        self.pretended = self.pretended or not ft.lower(t, self.n, self.level).requires_grad
+        return True
+
+    @contextlib.contextmanager
+    def _again(self) -> Iterator[None]:
+        """The level and the mode once more, for what a checkpoint recomputes during the backward."""
+        if ft.current_level() == self.level:
+            yield
+            return
+        before = self.sources, self.tracked, self.copies, self.log, self.recomputing
+        self.sources, self.tracked, self.copies = list(self.sources), dict(self.tracked), dict(self.copies)
+        self.log, self.recomputing = None, True
+        try:
+            with ft.vmap_level(self.n, self.randomness) as level:
+                if level != self.level:  # tensors of the first run belong to that level
+                    raise RuntimeError("a checkpoint is recomputed inside another transform")
+                with self:
+                    yield
+        finally:
+            self.sources, self.tracked, self.copies, self.log, self.recomputing = before
 
     # ---- parameters among the arguments ------------------------------------------------------------
 
@@ -189,20 +296,32 @@ class Intercept(TorchFunctionMode):
             "  per-sample gradients need parameters that stay put: change a clone instead."
         )
 
-    def _check_write(self, func: Any, target: Tensor) -> None:
-        """`fn` changes `target` in place: never the caller's parameters or batch."""
+    def _check_write(self, func: Any, args: Any, kwargs: Any) -> None:
+        """`fn` changes its first argument in place: never the caller's parameters or batch."""
+        target = args[0]
         param = self.tracked.get(id(target))
-        if param is not None and not torch.is_grad_enabled():
-            if param.source.index < self.roots:
-                raise self._changes(func, param)
-            raise RuntimeError("a function of parameters is changed in place")  # the loop can do that
+        if param is not None and not torch.is_grad_enabled() and param.source.index < self.roots:
+            raise self._changes(func, param)
         if ft.current_level() != self.level:
             return
-        storage = ft.lower(target, self.n, self.level).untyped_storage()._cdata
+        if not self.lifts and not ft.is_batched(target, self.level):
+            params, samples = self._scan(args[1:], kwargs)
+            if samples or params or (func in DRAWS and self.randomness == "different"):
+                raise Retry("lifts")
+        lowered = ft.lower(target, self.n, self.level)
+        if any(shares_memory(lowered, source.value) for source in self.sources[self.roots :]):
+            raise Retry("repeats")
+        storage = lowered.untyped_storage()._cdata
         if storage in self.batch:
             raise Written
         if storage in self.copies:
             raise self._changes(func, self.copies[storage][0])
+
+    def _lifted(self, new: Any) -> Any:
+        """A new tensor with memory of its own for every sample."""
+        if not isinstance(new, Tensor) or ft.current_level() != self.level or ft.is_batched(new, self.level):
+            return new
+        return ft.wrap(ft.below(new.expand(self.n, *new.shape).contiguous), self.level)
 
     def _note(self, func: Any, args: Any, kwargs: Any, rule: str | None, reason: str = "") -> Use | None:
         """Log a use of parameters, where somebody wants the log."""
@@ -226,7 +345,7 @@ class Intercept(TorchFunctionMode):
 
     def _count(self, args: Any, kwargs: Any) -> None:
         """Gradients will come for the parameters among the arguments, in ways that are not ours to see."""
-        if self.sink.hasty:
+        if self.sink.hasty and not self.recomputing:
             for param in self._scan(args, kwargs)[0]:
                 param.source.uses += 2
 
@@ -244,6 +363,8 @@ class Intercept(TorchFunctionMode):
         if isinstance(rule, Fold):
             return self._folded(rule, func, args, kwargs)
         if not samples and rule.only_params:  # a weight made of weights, not a weight at work
+            if self.repeats:
+                return self._plain(func, args, kwargs, "a function of parameters is changed in place")
             return self._once(func, args, kwargs, params)
         try:
             call = rule.bind(*self._resolve(args), **{k: self._resolve(v) for k, v in kwargs.items()})
@@ -253,21 +374,30 @@ class Intercept(TorchFunctionMode):
             return func(*args, **kwargs)
         if isinstance(call, Decline):
             return self._plain(func, args, kwargs, call.reason)
-        if not samples and isinstance(call.x, Param) and not any(isinstance(p, Tensor) for p in call.params):
+        if call.is_complex:
+            return self._plain(func, args, kwargs, "complex numbers")
+        if (
+            not samples
+            and isinstance(call.x, Param)
+            and not any(isinstance(p, Tensor) for p in call.params)
+            and not self.repeats
+        ):
             return self._once(func, args, kwargs, params)  # a standardised weight, say
         tracked = tuple([isinstance(p, Param) for p in call.params])
         constants = [p for p in call.params if isinstance(p, Tensor)]
         if any(ft.is_batched(p, self.level) for p in constants):
             return self._plain(func, args, kwargs, "the weight differs between samples")
-for param in params:
-            param.source.uses += 1
+        if not self.recomputing:
+            for param in params:
+                param.source.uses += 1
         use = None
         if self.log is not None:
             others = [p for p in call.others if isinstance(p, Param)]
             use = self._listed(func, [p for p in params if p not in others], rule.name)
             self._listed(func, others, None, "an input of the op, not its weight")
-        run = _Run(rule, call, self.sink, use, tracked, bool(constants))
         inputs = [t.wrapped if isinstance(t, Param) else t for t in (call.x, *call.others)]
+        kept = call._replace(x=None, others=())  # the inputs are autograd's to keep
+        run = _Run(rule, kept, self.sink, use, tracked, bool(constants))
         out = ft.below(self._apply, run, *[None if t is None else ft.lower(t, self.n, self.level) for t in inputs])
         return ft.wrap(out, self.level)
 
@@ -310,8 +440,9 @@ for param in params:
     def _pure(self, func: Any, args: Any, kwargs: Any) -> Any:
         params, samples = self._scan(args, kwargs)
         if not params:
-            return func(*args, **kwargs)
-        if samples or ft.current_level() != self.level:
+            out = func(*args, **kwargs)
+            return self._lifted(out) if self.lifts and func in MAKERS else out
+        if samples or ft.current_level() != self.level or (self.repeats and func not in VIEWS):
             return self._plain(func, args, kwargs, "no rule for this function")
         return self._once(func, args, kwargs, params)
 
@@ -324,7 +455,8 @@ for param in params:
                 return type(a)([value_of(v) for v in a])
             return ft.below(self.tracked[id(a)].traced) if id(a) in self.tracked else a
 
-        values = func(*map(value_of, args), **{k: value_of(v) for k, v in kwargs.items()})
+        with _checkpoint.unhooked():  # its backward runs where a checkpoint cannot recompute
+            values = func(*map(value_of, args), **{k: value_of(v) for k, v in kwargs.items()})
         many = isinstance(values, (list, tuple))
         flat = list(values) if many else [values]
         if not all(isinstance(v, Tensor) for v in flat):
@@ -371,50 +503,18 @@ for param in params:
         if ft.current_level() != self.level or not ft.is_batched(t, self.level):
             return func(*args, **kwargs)
         rows = ft.lower(t, self.n, self.level).detach()
-        flat = rows.reshape(self.n, -1)
-        if not bool(((flat == flat[:1]) | (flat.isnan() & flat[:1].isnan())).all()):
-            group = torch.unique(flat, dim=0, return_inverse=True)[1]
-            groups = [(group == k).nonzero().flatten() for k in range(int(group.max()) + 1)]
-            if len(groups) > 1:
-                raise Diverged(groups)
+        _split(rows.reshape(self.n, -1))
         return func(rows[0], *args[1:], **kwargs)
 
 
-_ATTRIBUTES = frozenset(["__get__", "dim", "size", "numel", "stride", "__len__", "is_floating_point", "is_complex"])
+def _is_among(t: Tensor, others: Iterable[Tensor]) -> bool:
+    return any(shares_memory(t, other) for other in others)
 
 
-def _is_attribute(func: Any) -> bool:
-    return getattr(func, "__name__", "") in _ATTRIBUTES
-
-
-def _writes(func: Any, kwargs: Any) -> bool:
-    """Whether `func` changes its first argument: add_, __iadd__, __setitem__, relu(inplace=True)."""
-    name = getattr(func, "__name__", "")
-    if name.endswith("__"):
-        return name == "__setitem__" or name in _INPLACE
-    return name.endswith("_") or bool(kwargs.get("inplace"))
-
-
-_INPLACE = frozenset(
-    f"__i{op}__" for op in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
-)
-
-
-def _is_composite(func: Any) -> bool:
-    """Whether `func` is torch's own Python, made of other torch functions."""
-    return type(func) is types.FunctionType and func.__module__ == "torch.nn.functional"
-
-
-def _no(*_: Any) -> bool:
-    return False
-
-
-@cache
-def _opened(func: types.FunctionType) -> Callable[..., Any]:
-    """`func` without its own hand-over to modes, so that the mode sees the functions it is made of."""
-    scope = func.__globals__ | dict.fromkeys(
-        ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _no
-    )
-    opened = types.FunctionType(func.__code__, scope, func.__name__, func.__defaults__, func.__closure__)
-    opened.__kwdefaults__ = func.__kwdefaults__
-    return opened
+def _split(rows: Tensor) -> None:
+    """Diverged, where the rows (N, ...) are not all equal."""
+    if not bool(((rows == rows[:1]) | (rows.isnan() & rows[:1].isnan())).all()):
+        group = torch.unique(rows, dim=0, return_inverse=True)[1]
+        groups = [(group == k).nonzero().flatten() for k in range(int(group.max()) + 1)]
+        if len(groups) > 1:
+            raise Diverged(groups)

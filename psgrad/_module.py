@@ -9,6 +9,7 @@ import optree
 import torch
 from torch import Tensor
 
+from ._checkpoint import HELD
 from ._errors import ArgumentError, ArgumentTypeError
 
 Fn = Callable[[dict[str, Tensor], Any], Tensor]
@@ -81,10 +82,14 @@ def from_module(model: torch.nn.Module, loss: Callable[[Any, Any], Tensor]) -> t
     def fn(params: dict[str, Tensor], sample: Any) -> Tensor:
         inputs, target = _pair(sample)
         with lock, _Holding(slots, modules, caches, params):
-            if isinstance(inputs, dict):
-                output = model(**inputs)
-            else:
-                output = model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+            HELD.locks.append(lock)
+            try:
+                if isinstance(inputs, dict):
+                    output = model(**inputs)
+                else:
+                    output = model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+            finally:
+                HELD.locks.pop()
         return loss(output, target)
 
     return fn, params

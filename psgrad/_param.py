@@ -110,6 +110,10 @@ class Param:
     def shape(self) -> torch.Size:
         return self.value.shape
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.value.dtype
+
     def dim(self) -> int:
         return self.value.dim()
 

@@ -50,7 +50,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def _run(rule: Rule, func: Callable[..., Any], args: Any, kwargs: Any) -> Tensor:
     """`func` through its rule's composable Functions; as torch has it where the rule declines."""
     call = rule.bind(*args, **kwargs)
-    if isinstance(call, Decline) or not isinstance(call.x, Tensor):
+    if isinstance(call, Decline) or not isinstance(call.x, Tensor) or call.is_complex:
         result: Tensor = func(*args, **kwargs)
         return result
     return composable(rule, call)

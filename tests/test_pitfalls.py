@@ -1069,6 +1069,58 @@ def test_mixed_dtypes():
     assert (ours["w"].dtype, ours["s"].dtype) == (torch.float32, torch.float64)
 
 
+COMPLEX = {
+    "cast weight": lambda p, x: F.linear(x, p.to(x.dtype)).abs().square().sum(),
+    "cast weight, matmul": lambda p, x: (x @ p.T.to(x.dtype)).abs().sum(),
+    "cast weight, einsum": lambda p, x: torch.einsum("oi,i->o", p.to(x.dtype), x).abs().sum(),
+    "cast kernel": lambda p, x: F.conv1d(x[None], p[:, None, :2].to(x.dtype)).abs().square().sum(),
+    "cast table": lambda p, x: (p.to(x.dtype)[x.real.long() % 3] * x).abs().sum(),
+    "cast bias": lambda p, x: (x + p[0].to(x.dtype)).abs().sum(),
+    "weight of two parts": lambda p, x: (torch.complex(p, p.sin()) @ x).abs().sum(),
+    "pairs as one number": lambda p, x: (torch.view_as_complex(p.view(-1, 2))[:4] * x).abs().sum(),
+    "scale": lambda p, x: (x * p[0]).abs().sum() + (p[1] / x).real.sum() + (p[2] - x).imag.square().sum(),
+    "conjugate": lambda p, x: ((x * p[0]).conj() * x * p[1].to(x.dtype).conj()).imag.sum(),
+    "both parts": lambda p, x: (F.linear(x.real, p).sin() + F.linear(x.imag, p).cos()).sum(),
+    "spectrum": lambda p, x: torch.fft.fft(F.linear(x.real, p)).abs().square().sum(),
+    "filter": lambda p, x: torch.fft.irfft(torch.fft.rfft(x.real) * p[0, :3]).sin().sum(),
+}
+
+
+@pytest.mark.parametrize("name", COMPLEX)
+def test_complex_numbers_on_the_way_to_a_real_loss(name):
+    """Rules are written for real numbers and keep away from complex ones, inside other transforms too."""
+    params, x = torch.randn(3, 4), torch.randn(5, 4, dtype=torch.complex128)
+    exact(COMPLEX[name], params, x)
+    with psgrad.use_rules():
+        composed = torch.vmap(torch.func.grad(COMPLEX[name]), (None, 0))(params, x)
+    torch.testing.assert_close(composed, psgrad.testing.loop_grads(COMPLEX[name], params, x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("inside", [True, False])
+def test_autocast_of_a_language_model(dtype, inside):
+    """Embedding, attention and norms: the rules run, at the precision that autocast has for each."""
+    net = nn.Sequential(
+        nn.Embedding(11, 8), nn.TransformerEncoderLayer(8, 2, 12, 0.0, batch_first=True), nn.Linear(8, 11)
+    ).float()
+    fn, params = psgrad.from_module(net, lambda out, y: F.cross_entropy(out.float().mT, y))
+
+    def run(p, sample):
+        with torch.autocast("cpu", dtype, enabled=torch.is_autocast_enabled("cpu") or inside):
+            return fn(p, sample)
+
+    tokens = torch.randint(11, (4, 6))
+    with torch.autocast("cpu", dtype, enabled=not inside):
+        ours = psgrad.per_sample_grads(run, params, (tokens, tokens.roll(1, 1)))
+        want = psgrad.testing.loop_grads(run, params, (tokens, tokens.roll(1, 1)))
+        used = rules_of(run, params, (tokens, tokens))
+    assert {rule for rules in used.values() for rule in rules} == {"embedding", "linear", "layer_norm"}
+    for name, p in params.items():
+        assert ours[name].dtype == p.dtype == torch.float32
+        scale = max(want[name].abs().max().item(), 1e-3)
+        torch.testing.assert_close(ours[name], want[name], rtol=0, atol=4 * torch.finfo(dtype).eps * scale)
+
+
 def _transposed(t):
     return t.mT.contiguous().mT
 
@@ -1362,7 +1414,6 @@ def test_more_samples_than_memory_allows():
     torch.testing.assert_close(ours, psgrad.per_sample_grads(fn, params, x))
 
 
-@pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning")
 @pytest.mark.parametrize("preserve", [True, False])
 def test_activation_checkpointing_inside_fn(preserve):
     net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))

@@ -720,14 +720,9 @@ def test_new_style_autograd_function_needs_no_loop():
 
 
 DYNAMIC = {
-    "boolean mask": lambda p, x: torch.sin(F.linear(x, p))[x[:3] > 0].sum(),
-    "nonzero": lambda p, x: p[:, x.nonzero().flatten()].square().sum() * x.sum(),
     "unique": lambda p, x: p[:, x.long().unique() % 4].square().sum() * x.sum(),
-    "masked_select": lambda p, x: torch.masked_select(F.linear(x, p), x[:3] > 0).square().sum(),
-    "where of one argument": lambda p, x: F.linear(x, p)[torch.where(x[:3] > 0)].square().sum(),
     "repeat_interleave": lambda p, x: torch.repeat_interleave(F.linear(x, p), x[:3].abs().long()).sum(),
     "numpy": lambda p, x: F.linear(x, p).sum() * float(x.numpy().max()),
-    "argwhere": lambda p, x: F.linear(x, p)[torch.argwhere(x[:3] > 0)[:, 0]].square().sum(),
 }
 
 
@@ -737,6 +732,46 @@ def test_data_dependent_shapes(name):
     x = torch.randn(5, 4)
     with pytest.warns(psgrad.FallbackWarning, match=r"test_robustness\.py:\d+ in <lambda>: "):
         psgrad.testing.check(DYNAMIC[name], torch.randn(3, 4), x)
+
+
+MASKED = {
+    "boolean mask": lambda p, x: torch.sin(F.linear(x, p))[x[:3] > 0].sum(),
+    "mask of a parameter": lambda p, x: p[x[:3] > 0].square().sum() * x.sum(),
+    "mask of two axes": lambda p, x: (p * x)[(p * x) > 0].square().sum(),
+    "mask beside a slice": lambda p, x: (p * x)[1:, x > 0].square().sum(),
+    "mask beside a number": lambda p, x: (p * x)[x[:3] > 0, 1].square().sum(),
+    "number behind a mask": lambda p, x: _put(p * x, x[:3] > 0, 0.5).square().sum(),
+    "sample behind a mask": lambda p, x: _put(p * x, p * x > 0, x.sum()).square().sum(),
+    "vector behind a mask": lambda p, x: _put(p * x, x[:3] > 0, p[0]).square().sum(),
+    "values behind a mask": lambda p, x: _put(p * x, p * x > 0, (p - x)[p * x > 0]).square().sum(),
+    "samples behind a mask of zeros": lambda p, x: (_put(torch.zeros(4), x > 0, x[x > 0]) * p).square().sum(),
+    "masked_select": lambda p, x: torch.masked_select(F.linear(x, p), x[:3] > 0).square().sum(),
+    "masked_select of a row": lambda p, x: p.masked_select(x > 0).square().sum() * x.sum(),
+    "nonzero": lambda p, x: p[:, x.relu().nonzero().flatten()].square().sum() * x.sum(),
+    "nonzero of two axes": lambda p, x: (p * x)[tuple((p * x).relu().nonzero().t())].square().sum(),
+    "where of one argument": lambda p, x: F.linear(x, p)[torch.where(x[:3] > 0)].square().sum(),
+    "argwhere": lambda p, x: F.linear(x, p)[torch.argwhere(x[:3] > 0)[:, 0]].square().sum(),
+}
+
+
+def _put(t, mask, value):
+    t[mask] = value
+    return t
+
+
+@pytest.mark.parametrize("batch", ["masks that differ", "masks of one size", "one mask", "no element"])
+@pytest.mark.parametrize("name", MASKED)
+def test_masks(name, batch):
+    """Masks as indices need no loop: written as integers where samples choose equally many, else in parts."""
+    x = torch.randn(6, 4).abs() + 0.1
+    if batch == "masks that differ":
+        x = x * torch.randn(6, 4).sign()
+    elif batch == "masks of one size":
+        x = torch.stack([row * torch.tensor([1.0, -1, 1, -1]).roll(2 * i) for i, row in enumerate(x)])
+        x[0, :2] *= -1
+    else:
+        x = x * (torch.tensor([1.0, -1, 1, -1]) if batch == "one mask" else -1)
+    psgrad.testing.check(MASKED[name], torch.randn(3, 4), x, rtol=1e-9, atol=1e-9)
 
 
 IN_PLACE = {
@@ -787,7 +822,6 @@ def _then_doubled(h, p):
     return (y * h).sum()
 
 
-@pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning")
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_in_place_ops_on_what_comes_from_parameters(name):
     w = torch.randn(3, 4)
@@ -846,6 +880,8 @@ RANDOM = {
     "rand_like": lambda p, x: (lambda h: (h * torch.rand_like(h)).sum())(F.linear(x, p)),
     "randn": lambda p, x: (F.linear(x, p) * torch.randn(8)).sum(),
     "normal_": lambda p, x: (F.linear(x, p) * torch.empty_like(x[:, :1]).normal_()).sum(),
+    "bernoulli_": lambda p, x: (F.linear(x, p) * torch.empty(8).bernoulli_(0.5)).sum(),
+    "uniform_ of a copy": lambda p, x: (F.linear(x, p) * torch.ones(2, 8)[1].clone().uniform_(-1, 1)).sum(),
     "rrelu": lambda p, x: F.rrelu(F.linear(x, p), training=True).sum(),
     "randperm": lambda p, x: (F.linear(x, p)[:, torch.randperm(8)] * torch.arange(8)).sum(),
 }
@@ -898,6 +934,15 @@ def test_randomness_same_is_one_draw_for_all(name, chunk_size):
 def test_randomness_error_refuses(name):
     with pytest.raises(Exception, match=r"random"):
         draws(RANDOM[name], randomness="error")
+
+
+@pytest.mark.parametrize("randomness", ["different", "same"])
+def test_stochastic_depth_needs_no_loop(randomness):
+    """Random numbers into a new tensor, as torchvision has it; a loop would warn."""
+    fn = lambda p, x: (F.linear(x, p) * torch.empty((1, 1)).bernoulli_(0.5).div_(0.5)).sum() + p.sum()
+    _, grads, _ = draws(fn, randomness=randomness)
+    dropped = (grads == 1).flatten(1).all(1)
+    assert len(dropped.unique()) == (1 if randomness == "same" else 2)
 
 
 def test_dropout_rows_are_zero_or_doubled():
@@ -993,3 +1038,48 @@ def test_the_message_of_a_refused_draw():
     place = f"test_robustness.py:{fn.__code__.co_firstlineno + 1} in {fn.__qualname__}"
     with pytest.raises(psgrad.PsgradError, match=re.escape(place)):
         psgrad.per_sample_grads(fn, torch.randn(3, 4), torch.randn(5, 4), randomness="error")
+
+
+# ---- a second run, with other settings ---------------------------------------------------------------------
+
+
+def _through_a_buffer(p, x):
+    h = F.dropout(x * p["scale"], 0.5)
+    buffer = torch.zeros(3)
+    buffer[:2] = F.linear(h, p["weight"])  # samples, into a tensor that has none
+    return (buffer * (p["weight"] * 2).mul_(3).sum()).sum()  # and a function of parameters, changed in place
+
+
+def _of_two_runs():
+    return {"weight": torch.randn(2, 4), "scale": torch.randn(4)}, torch.randn(1, 4).expand(6, 4)
+
+
+@pytest.mark.parametrize("randomness", ["different", "same"])
+@pytest.mark.parametrize("chunk_size", [None, 4])
+def test_draws_when_fn_runs_once_more(randomness, chunk_size):
+    """Reproducible under a seed; with "same", one draw for all samples and all chunks."""
+    params, x = _of_two_runs()
+
+    def grads(size):
+        torch.manual_seed(2)
+        return psgrad.per_sample_grads(_through_a_buffer, params, x, randomness=randomness, chunk_size=size)["weight"]
+
+    first = grads(chunk_size)
+    assert torch.equal(first, grads(chunk_size))
+    alike = [bool(torch.allclose(row, first[0])) for row in first]
+    assert all(alike) if randomness == "same" else not all(alike)
+    if randomness == "same":
+        torch.testing.assert_close(first, grads(None))
+
+
+def test_explain_and_max_bytes_when_fn_runs_once_more():
+    params, x = _of_two_runs()
+    report = psgrad.explain(_through_a_buffer, params, x)
+    assert {(row.param, row.how.split(":")[0]) for row in report.rows} == {
+        ("params['weight']", "rule linear"),
+        ("params['weight']", "vmap"),
+        ("params['scale']", "rule mul"),
+    }
+    assert len({(row.param, row.place, row.op) for row in report.rows}) == len(report.rows)
+    torch.manual_seed(2)
+    psgrad.per_sample_grads(_through_a_buffer, params, x, max_bytes=report.peak_bytes // 2)

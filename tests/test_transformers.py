@@ -108,10 +108,38 @@ _NEO = {
 _OPT = {"ffn_dim": 24, "word_embed_proj_dim": WIDTH}
 _DISTIL = {"vocab_size": VOCABULARY, "dim": WIDTH, "n_layers": 2, "n_heads": 2, "hidden_dim": 24}
 _XLNET = {"vocab_size": VOCABULARY, "d_model": WIDTH, "n_layer": 2, "n_head": 2, "d_inner": 24}
+_MAMBA = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 2, "state_size": 4}
+_MOE = _LLAMA | {"num_experts_per_tok": 2, "experts_implementation": "eager"}  # the other ones have no float64
+_WHISPER = {k: v for k, v in _BART.items() if k != "max_position_embeddings"} | {
+    "num_mel_bins": 4,
+    "max_source_positions": 8,
+    "max_target_positions": 8,
+}
+_LED = {k: v for k, v in _BART.items() if k != "max_position_embeddings"} | {
+    "attention_window": 4,
+    "max_encoder_position_embeddings": 16,
+    "max_decoder_position_embeddings": 16,
+}
+_FUNNEL = {
+    "vocab_size": VOCABULARY,
+    "d_model": WIDTH,
+    "n_head": 2,
+    "d_head": 8,
+    "d_inner": 24,
+    "block_sizes": [1, 1],
+    "num_decoder_layers": 1,
+}
+_JAMBA = _MOE | {
+    "num_experts": 2,
+    "mamba_d_state": 4,
+    "mamba_dt_rank": 2,
+    "use_mamba_kernels": False,
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+}
 _RESNET = {"embedding_size": 4, "hidden_sizes": [8, 8], "depths": [1, 1], "layer_type": "basic"}
 
 _OLD_STYLE = "In order to use an autograd.Function with functorch transforms"
-_MASKED = "vmap: We do not support batching operators that can support dynamic shape."
 
 ARCHITECTURES = {
     "GPT-2": Architecture("GPT2LMHeadModel", "GPT2Config", _GPT),
@@ -151,12 +179,56 @@ ARCHITECTURES = {
         "LongformerModel",
         "LongformerConfig",
         _BERT | {"attention_window": 4, "pad_token_id": 1},
-        looped=_MASKED,
         masks=("ones",),  # its own gradients are NaN where a window is all padding
+    ),
+    "LED": Architecture("LEDForConditionalGeneration", "LEDConfig", _LED, "text to text", masks=("ones",)),  # NaN too
+    "Mamba": Architecture("MambaForCausalLM", "MambaConfig", _MAMBA | {"time_step_rank": 2}),
+    "Mamba 2": Architecture(
+        "Mamba2ForCausalLM",
+        "Mamba2Config",
+        _MAMBA | {"num_heads": 4, "head_dim": 8, "n_groups": 1, "chunk_size": 4},
+    ),
+    "Jamba": Architecture("JambaForCausalLM", "JambaConfig", _JAMBA),
+    "Mixtral": Architecture("MixtralForCausalLM", "MixtralConfig", _MOE | {"num_local_experts": 3}),
+    "GPT-OSS": Architecture("GptOssForCausalLM", "GptOssConfig", _MOE | {"num_local_experts": 3, "head_dim": 4}),
+    "Phi-3": Architecture("Phi3ForCausalLM", "Phi3Config", _LLAMA | {"pad_token_id": 0}),
+    "Gemma 3": Architecture("Gemma3ForCausalLM", "Gemma3TextConfig", _LLAMA | {"head_dim": 4, "sliding_window": 3}),
+    "Cohere": Architecture("CohereForCausalLM", "CohereConfig", _LLAMA),
+    "OLMo 2": Architecture("Olmo2ForCausalLM", "Olmo2Config", _LLAMA),
+    "GPT-J": Architecture("GPTJForCausalLM", "GPTJConfig", _GPT | {"rotary_dim": 4}),
+    "MPT": Architecture(
+        "MptForCausalLM",
+        "MptConfig",
+        {"vocab_size": VOCABULARY, "d_model": WIDTH, "n_heads": 2, "n_layers": 2, "max_seq_len": 16},
+    ),
+    "DeBERTa v1": Architecture(
+        "DebertaModel", "DebertaConfig", _BERT | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
+    ),
+    "ELECTRA": Architecture("ElectraModel", "ElectraConfig", _BERT | {"embedding_size": 8}),
+    "MPNet": Architecture("MPNetModel", "MPNetConfig", _BERT | {"max_position_embeddings": 20}),
+    "ModernBERT": Architecture(
+        "ModernBertModel", "ModernBertConfig", _BERT | {"pad_token_id": 0, "local_attention": 4}
+    ),
+    "RoFormer": Architecture("RoFormerModel", "RoFormerConfig", _BERT),
+    "Funnel": Architecture("FunnelModel", "FunnelConfig", _FUNNEL),
+    "CLIP text": Architecture(
+        "CLIPTextModel", "CLIPTextConfig", _BERT | {"eos_token_id": 2, "bos_token_id": 0, "pad_token_id": 1}
     ),
     "ViT": Architecture("ViTForImageClassification", "ViTConfig", _VIT, "images"),
     "BEiT": Architecture("BeitModel", "BeitConfig", _VIT | {"use_relative_position_bias": True}, "images"),
     "Swin": Architecture("SwinModel", "SwinConfig", _SWIN, "images"),
+    "Swin V2": Architecture("Swinv2Model", "Swinv2Config", _SWIN, "images"),
+    "CLIP vision": Architecture("CLIPVisionModel", "CLIPVisionConfig", _VIT, "images"),
+    "SigLIP": Architecture("SiglipVisionModel", "SiglipVisionConfig", _VIT, "images"),
+    "DINOv2": Architecture(
+        "Dinov2Model", "Dinov2Config", {k: v for k, v in _VIT.items() if k != "intermediate_size"}, "images"
+    ),
+    "MobileNet V2": Architecture(
+        "MobileNetV2Model", "MobileNetV2Config", {"depth_multiplier": 0.25, "image_size": 16}, "images"
+    ),
+    "PoolFormer": Architecture(
+        "PoolFormerModel", "PoolFormerConfig", {"depths": [1] * 4, "hidden_sizes": [8] * 4}, "images"
+    ),
     "ConvNeXt": Architecture(
         "ConvNextModel",
         "ConvNextConfig",
@@ -166,6 +238,10 @@ ARCHITECTURES = {
     "ResNet": Architecture("ResNetModel", "ResNetConfig", _RESNET, "images"),
     "SegFormer": Architecture("SegformerModel", "SegformerConfig", _SEGFORMER, "images"),
     "wav2vec 2.0": Architecture("Wav2Vec2Model", "Wav2Vec2Config", _WAV2VEC2, "sound"),
+    "WavLM": Architecture(
+        "WavLMModel", "WavLMConfig", _WAV2VEC2 | {"num_buckets": 8, "max_bucket_distance": 16}, "sound"
+    ),
+    "Whisper": Architecture("WhisperModel", "WhisperConfig", _WHISPER, "spectra"),
 }
 CASES = [
     pytest.param(name, mask, id=f"{name}, {mask}" if mask else name)
@@ -190,6 +266,9 @@ def _inputs(architecture, mask):
         return {"pixel_values": torch.randn(SAMPLES, 3, 16, 16, dtype=torch.float64)}
     if architecture.inputs == "sound":
         return {"input_values": torch.randn(SAMPLES, 60, dtype=torch.float64)}
+    if architecture.inputs == "spectra":
+        spectra = torch.randn(SAMPLES, 4, 16, dtype=torch.float64)
+        return {"input_features": spectra, "decoder_input_ids": torch.randint(3, VOCABULARY, (SAMPLES, 5))}
     lengths = torch.tensor([LENGTH, 5, 3]) if mask == "padding" else torch.tensor([LENGTH] * SAMPLES)
     tokens = torch.randint(3, VOCABULARY, (SAMPLES, LENGTH))
     inputs = {"input_ids": tokens, "attention_mask": (torch.arange(LENGTH) < lengths[:, None]).long()}
@@ -206,12 +285,11 @@ def _loss(output, target):
 
 def _by_hand(model, inputs, target):
     """One ordinary backward pass of the module itself per sample."""
-    rows = []
+    rows, params = [], {name: p for name, p in model.named_parameters() if p.requires_grad}
     for i in range(SAMPLES):
         loss = _loss(model(**{k: t[i : i + 1] for k, t in inputs.items()}), target[i : i + 1])
-        rows.append(torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True, allow_unused=True))
-    names = [name for name, _ in model.named_parameters()]
-    return {name: torch.stack(grads) for name, grads in zip(names, zip(*rows, strict=True), strict=True)}
+        rows.append(torch.autograd.grad(loss, list(params.values()), materialize_grads=True, allow_unused=True))
+    return {name: torch.stack(grads) for name, grads in zip(params, zip(*rows, strict=True), strict=True)}
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch, of ops it has no batching rule for
@@ -284,3 +362,38 @@ def test_token_level_loss_with_ignored_positions():
         want = torch.autograd.grad(loss, list(model.parameters()))
         for (name, _), g in zip(model.named_parameters(), want, strict=True):
             torch.testing.assert_close(grads[name][i], g, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "BERT", "Llama", "T5", "ViT"])
+def test_gradient_checkpointing(name):
+    """The package's own switch: same masks, same gradients, no loop, less saved."""
+    architecture = ARCHITECTURES[name]
+    model, inputs = _made(architecture).train(), _inputs(architecture, "padding")
+    fn, params = psgrad.from_module(model, lambda output, _: _output(output).square().sum())
+    params = {k: p * 1.1 for k, p in params.items()}  # not what the model holds when it recomputes
+
+    def grads_and_saved():
+        saved = []
+        torch.manual_seed(1)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.nbytes) or t, lambda t: t):
+            return psgrad.per_sample_grads(fn, params, (inputs, torch.zeros(SAMPLES))), sum(saved)
+
+    (wanted, everything), _ = grads_and_saved(), model.gradient_checkpointing_enable()
+    found, less = grads_and_saved()
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-10)
+    assert less < 0.5 * everything
+
+
+def test_gradient_checkpointing_with_frozen_layers():
+    """Fine-tuning the last block: what is frozen costs nothing, checkpoints or not."""
+    architecture = ARCHITECTURES["GPT-2"]
+    model, inputs = _made(architecture), _inputs(architecture, "padding")
+    model.requires_grad_(False).transformer.h[1].requires_grad_(True)
+    fn, params = psgrad.from_module(model.train(), lambda output, _: _output(output).square().sum())
+
+    def grads():
+        torch.manual_seed(1)
+        return psgrad.per_sample_grads(fn, params, (inputs, torch.zeros(SAMPLES)))
+
+    wanted, _ = grads(), model.gradient_checkpointing_enable()
+    torch.testing.assert_close(grads(), wanted, rtol=1e-9, atol=1e-10)

@@ -1,0 +1,118 @@
+"""Activation checkpointing inside `fn`, by torch's own `torch.utils.checkpoint`.
+
+Torch runs a checkpointed function again during the backward, where vmap, the mode, and whatever the model
+held in place of its parameters are gone. The saved-tensor hooks that are on while such a function runs lead
+to torch's record of it: there the second run gets its surroundings back. Torch's private names for this
+live here; where a torch has others, the second run fails, and the loop over samples does it.
+"""
+
+import contextlib
+import functools
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint as _checkpoint
+
+Around = Callable[[], contextlib.AbstractContextManager[Any]]
+
+_Frame: Any = getattr(_checkpoint, "_CheckpointFrame", ())
+_top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+hooked = functools.partial(_top, True)  # the innermost saved-tensor hooks (pack, unpack), or None
+
+
+class _Held(threading.local):
+    """The locks that this thread holds on models."""
+
+    def __init__(self) -> None:
+        self.locks: list[Any] = []
+
+
+HELD = _Held()
+
+
+class _Again:
+    """A checkpointed function's second run, in the surroundings of the first."""
+
+    def __init__(self, recompute: Callable[..., None], roots: list[Any], around: Around) -> None:
+        self.recompute, self.around, self.locks = recompute, around, list(HELD.locks)
+        homes: Any = [home for m in _modules([recompute, *roots]) for home in (m._parameters, m._buffers) if home]
+        self.held = [(home, dict(home)) for home in homes]
+
+    def __call__(self, *args: Any) -> None:
+        with contextlib.ExitStack() as stack:
+            for lock in self.locks:
+                stack.enter_context(lock)
+            for home, held in self.held:
+                stack.callback(home.update, dict(home))
+                home.update(held)
+            stack.enter_context(self.around())
+            self.recompute(*args)
+
+
+def follow(around: Around) -> None:
+    """If a checkpointed function is running: let its second run happen inside `around()`."""
+    hooks: Any = hooked()
+    for cell in getattr(hooks[0], "__closure__", None) or ():
+        frame = _contents(cell)
+        if isinstance(frame, _Frame) and not isinstance(frame.recompute_fn, _Again):
+            frame.recompute_fn = _Again(frame.recompute_fn, frame.saved_args, around)
+
+
+def asks(frame: types.FrameType) -> bool:
+    """Whether it is torch's checkpoints that run in `frame`: they would detach a batched tensor for good."""
+    return frame.f_globals is vars(_checkpoint)
+
+
+def unhooked() -> contextlib.AbstractContextManager[Any]:
+    """Inside, what autograd saves is kept as it is."""
+    if hooked() is None:
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+
+
+class Following(TorchFunctionMode):
+    """For `fn` outside vmap: second runs find in the model what first runs found."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if hooked() is not None:
+            follow(contextlib.nullcontext)
+        return func(*args, **(kwargs or {}))
+
+
+def _modules(roots: list[Any]) -> Iterator[torch.nn.Module]:
+    """The modules that functions can reach: their own, their arguments', what they close over."""
+    todo, seen = list(roots), dict[int, Any]()
+    while todo:
+        item = todo.pop()
+        if id(item) in seen:
+            continue
+        seen[id(item)] = item  # alive, so that its id stays its own
+        if isinstance(item, torch.nn.Module):
+            yield item
+            todo += item._modules.values()
+        elif isinstance(item, types.FunctionType):
+            todo += [_contents(cell) for cell in item.__closure__ or ()]
+            todo += item.__defaults__ or ()
+            named = (item.__globals__.get(name) for name in item.__code__.co_names)
+            todo += [value for value in named if isinstance(value, torch.nn.Module)]
+        elif isinstance(item, types.MethodType):
+            todo += [item.__func__, item.__self__]
+            if not isinstance(item.__self__, (type, torch.nn.Module)):
+                todo += getattr(item.__self__, "__dict__", {}).values()
+        elif isinstance(item, functools.partial):
+            todo += [item.func, *item.args, *item.keywords.values()]
+        elif type(item) in (list, tuple):
+            todo += item
+        elif type(item) is dict:
+            todo += item.values()
+
+
+def _contents(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a variable that has no value yet
+        return None
