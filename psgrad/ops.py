@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from ._composable import composable
-from ._registry import RULES, Decline, Rule
+from ._registry import RULES, Composite, Decline, Rule
 from .rules import conv as _conv
 from .rules import embedding as _embedding
 from .rules import linear as _linear
