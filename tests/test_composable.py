@@ -50,6 +50,20 @@ def _running(norm: Any) -> nn.Module:
     return norm.eval()
 
 
+class Output(nn.Module):
+    """A recurrent layer's output and its last states as one tensor; with initial states made of the input."""
+
+    def __init__(self, layer: nn.RNNBase, given: bool = False) -> None:
+        super().__init__()
+        self.layer, self.given = layer, given
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = x.sum(0)[None] if self.given else None
+        out, last = self.layer(x, (state, state) if self.given and isinstance(self.layer, nn.LSTM) else state)
+        lasts = last if isinstance(last, tuple) else (last,)
+        return torch.cat([out.flatten(), *(t.flatten() for t in lasts)])
+
+
 MODULES = {
     "linear": Stock(lambda: nn.Linear(3, 4), lambda: draw(N, 2, 3)),
     "linear-vector": Stock(lambda: nn.Linear(3, 2, bias=False), lambda: draw(N, 3)),
@@ -71,6 +85,13 @@ MODULES = {
     "embedding-by-frequency": Stock(
         lambda: nn.Embedding(3, 2, scale_grad_by_freq=True), lambda: torch.randint(3, (N, 4))
     ),
+    "lstm": Stock(lambda: Output(nn.LSTM(1, 2, bidirectional=True)), lambda: draw(N, 2, 1, 1)),
+    "lstm-projection": Stock(lambda: Output(nn.LSTM(1, 2, 2, proj_size=1)), lambda: draw(N, 2, 2, 1)),
+    "lstm-states": Stock(lambda: Output(nn.LSTM(2, 2, bias=False), True), lambda: draw(N, 2, 1, 2)),
+    "gru": Stock(lambda: Output(nn.GRU(1, 2, bidirectional=True)), lambda: draw(N, 2, 1, 1)),
+    "gru-states": Stock(lambda: Output(nn.GRU(2, 2), True), lambda: draw(N, 2, 1, 2)),
+    "rnn": Stock(lambda: Output(nn.RNN(1, 2, 2)), lambda: draw(N, 2, 2, 1)),
+    "rnn-relu": Stock(lambda: Output(nn.RNN(2, 2, nonlinearity="relu"), True), lambda: draw(N, 2, 1, 2)),
     "network": Stock(
         lambda: nn.Sequential(nn.Conv1d(1, 2, 2), nn.GroupNorm(1, 2), nn.Tanh(), nn.Linear(3, 3), nn.LayerNorm(3)),
         lambda: draw(N, 1, 1, 4),

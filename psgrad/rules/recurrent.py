@@ -390,6 +390,7 @@ LSTM = _rule("lstm", lstm_forward, lstm_backward, _lstm_step, 2, 4)
 GRU = _rule("gru", gru_forward, gru_backward, _gru_step, 1, 3)
 RNN_TANH = _rule("rnn_tanh", _rnn_forward(torch.tanh_), _rnn_backward(lambda h: 1 - h * h), _rnn_step(torch.tanh), 1, 1)
 RNN_RELU = _rule("rnn_relu", _rnn_forward(torch.relu_), _rnn_backward(lambda h: h > 0), _rnn_step(torch.relu), 1, 1)
+LAYERS = (LSTM, GRU, RNN_TANH, RNN_RELU)
 
 
 # ---- torch's functions, taken apart --------------------------------------------------------------------
@@ -539,4 +540,4 @@ _COMPOSITES = (
     *(Composite(rule.name, (many,), _sequences(rule.functions[0])) for rule, many, _ in _KINDS),
     *(Composite(rule.name, (one,), _cell(rule.functions[0])) for rule, _, one in _KINDS),
 )
-RULES: tuple[Rule | Composite, ...] = (LSTM, GRU, RNN_TANH, RNN_RELU, *_COMPOSITES)
+RULES: tuple[Rule | Composite, ...] = (*LAYERS, *_COMPOSITES)
