@@ -27,7 +27,7 @@ from .rules import conv as _conv
 from .rules import embedding as _embedding
 from .rules import linear as _linear
 from .rules import norm as _norm
-from .rules import recurrent as _recurrent
+from .rules import recurrence as _recurrence
 
 __all__ = [
     "batch_norm",
@@ -79,7 +79,7 @@ layer_norm = _op(_norm.LAYER, F.layer_norm)
 instance_norm = _op(_norm.INSTANCE, F.instance_norm)
 batch_norm = _op(_norm.BATCH, F.batch_norm)
 embedding = _op(_embedding.EMBEDDING, F.embedding)
-_RULED |= {rule.functions[0]: rule for rule in _recurrent.LAYERS}
+_RULED |= {rule.functions[0]: rule for rule in _recurrence.RULES}
 
 
 class _UseRules(TorchFunctionMode):

@@ -21,6 +21,7 @@ from .cases import CASES, Case, N, draw, loss
 pytestmark = [
     pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented:UserWarning"),
     pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning"),
+    pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning"),  # the loop's
 ]
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 
@@ -201,6 +202,12 @@ def test_every_rule_has_cases(name: str) -> None:
 Spelling = tuple[Callable[..., Tensor], tuple[int, ...], dict[str, tuple[int, ...]]]
 _PAIR: Callable[..., Tensor] = lambda f, x, w: f(x, w)
 _AFFINE = {"w": (4,), "b": (4,)}
+_GATES = {k: {"w": (2 * k, 3), "u": (2 * k, 2), "b": (2 * k,), "c": (2 * k,), "h": (2, 2)} for k in (1, 3, 4)}
+_RECURRENT: Callable[..., Tensor] = lambda f, x, w, u, b, c, h: (  # an lstm has a second state, and no projection here
+    f(x, (h, torch.zeros(h.shape, dtype=h.dtype)), (w, u, b, c, None), False)
+    if len(b) == 8
+    else f(x, (h,), (w, u, b, c), True)
+)
 SPELLINGS: dict[str, Spelling] = {
     "linear": (lambda f, x, w, b: f(x, w, b), (2, 3), {"w": (4, 3), "b": (4,)}),
     "matmul": (_PAIR, (2, 3), {"w": (3, 4)}),
@@ -215,6 +222,10 @@ SPELLINGS: dict[str, Spelling] = {
     "layer_norm": (lambda f, x, w, b: f(x, [4], w, b), (2, 4), _AFFINE),
     "instance_norm": (lambda f, x, w, b: f(x, None, None, w, b), (2, 4, 3), _AFFINE),
     "batch_norm": (lambda f, x, w, b: f(x, None, None, w, b, training=True), (2, 4, 3), _AFFINE),
+    "lstm": (_RECURRENT, (2, 2, 3), _GATES[4]),
+    "gru": (_RECURRENT, (2, 2, 3), _GATES[3]),
+    "rnn_tanh": (_RECURRENT, (2, 2, 3), _GATES[1]),
+    "rnn_relu": (_RECURRENT, (2, 2, 3), _GATES[1]),
     "embedding": (lambda f, x, w: f(x.argsort(), w), (3,), {"w": (3, 4)}),
     "index": (lambda f, x, w: f(w, x.argsort()), (3,), {"w": (3, 4)}),
     "add": (_PAIR, (2, 3), {"w": (3,)}),

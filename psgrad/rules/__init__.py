@@ -1,7 +1,7 @@
 """The rules, one file per family of ops. A new op is a file here and a line below."""
 
 from .._registry import Entry, register
-from . import attention, conv, elementwise, embedding, linear, loss, norm, recurrent
+from . import attention, conv, elementwise, embedding, linear, loss, norm, recurrence, recurrent
 
 _FAMILIES: tuple[Entry, ...] = (
     *linear.RULES,
@@ -11,7 +11,8 @@ _FAMILIES: tuple[Entry, ...] = (
     *elementwise.RULES,
     *attention.RULES,
     *loss.RULES,
-    *recurrent.RULES,
+    *recurrence.RULES,
+    *recurrent.COMPOSITES,
 )
 for _rule in _FAMILIES:
     register(_rule)
