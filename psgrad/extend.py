@@ -22,10 +22,11 @@ gets in the backward. Here is one for `torch.nn.functional.prelu` with a single 
 
 from ._factors import Dense, Factor, Outer, Patches, Rows
 from ._plan import ConvGeometry, Plan
-from ._registry import Call, Decline, Fold, Needs, Param, Rule, register, unregister
+from ._registry import Call, Composite, Decline, Fold, Needs, Param, Rule, register, unregister
 
 __all__ = [
     "Call",
+    "Composite",
     "ConvGeometry",
     "Decline",
     "Dense",

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence, unpack_sequence
 
 N = 4  # samples: the chunk sizes 1, 2 and 3 divide it or leave a rest
 Problem = tuple[Callable[..., Tensor], Any, Any]
@@ -390,6 +390,18 @@ class _Packed(nn.Module):
         return torch.cat([pad_packed_sequence(out, padding_value=0.3)[0].flatten(), last.flatten()])
 
 
+class _Listed(nn.Module):
+    """A layer on a list of sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, _ = self.layer(pack_sequence([x[:2], x, x[2:]], enforce_sorted=False))
+        return torch.cat(unpack_sequence(out))
+
+
 class _Shortened(nn.Module):
     """A layer on as many steps as the sample says."""
 
@@ -427,6 +439,7 @@ _RECURRENT = (
     module("lstm-of-another", lambda: _Encoded(nn.LSTM), "lstm", (4, 2, 3)),
     module("lstm-learned-states", _Learned, "lstm", (4, 2, 3)),
     module("lstm-in-place", lambda: nn.Sequential(_Finals(nn.LSTM(3, 2)), nn.ReLU(inplace=True)), "lstm", (4, 3)),
+    module("lstm-list", _Listed, "lstm lstm lstm", (5, 3)),
     module("lstm-cell", lambda: nn.LSTMCell(3, 2), "lstm", (2, 3)),
     module("gru", lambda: nn.GRU(3, 2), "gru", (4, 2, 3)),
     module("gru-unbatched", lambda: nn.GRU(3, 2, bias=False), "gru", (4, 3)),

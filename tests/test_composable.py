@@ -399,6 +399,22 @@ def test_use_rules_runs_the_rules_backward_once(name: str, monkeypatch: pytest.M
     assert runs == [N]
 
 
+@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith(("lstm", "gru", "rnn"))])
+def test_use_rules_runs_recurrent_rules_once_for_each_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    forward = _composable._OpGrad.forward
+
+    def spied(spec: Any, count: int, g: Tensor, x: Tensor, *rest: Any) -> Any:
+        seen.append(len(x))
+        return forward(spec, count, g, x, *rest)
+
+    monkeypatch.setattr(_composable._OpGrad, "forward", staticmethod(spied))
+    s, states = setting(name), MODULES[name].make().given
+    with psgrad.use_rules():
+        vmap(grad(s.f), (None, 0))(s.p, s.x)
+    assert seen == ([] if states else [N] * sum("weight_ih" in p for p in s.p))  # states per sample: plain ops
+
+
 def test_use_rules_ends_with_its_block() -> None:
     x, (w, b) = operands("linear", N)
     linear = lambda w, x: F.linear(x, w, b).sum()

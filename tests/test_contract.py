@@ -14,9 +14,9 @@ from torch.func import grad, vmap
 
 import psgrad
 from psgrad import _registry
-from psgrad._registry import RULES, Fold, Rule
+from psgrad._registry import RULES, Composite, Fold, Rule
 
-from .cases import CASES, Case, N, draw, loss
+from .cases import CASES, RECURRENT, Case, N, draw, loss
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented:UserWarning"),
@@ -187,7 +187,7 @@ def test_the_stated_folds_ran(case: Case, monkeypatch: pytest.MonkeyPatch) -> No
 
 # ---- nothing is left out -----------------------------------------------------------------------------------
 
-REGISTERED = {rule.name: rule for rule in RULES.values()}
+REGISTERED = {rule.name: rule for rule in RULES.values() if not isinstance(rule, Composite)}
 
 
 @pytest.mark.parametrize("name", REGISTERED)
@@ -196,6 +196,25 @@ def test_every_rule_has_cases(name: str) -> None:
         assert any(name in case.folds for case in CASES)
     else:
         assert any(name in names for case in CASES for names in case.rules.values())
+
+
+def test_every_composite_has_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is taken apart goes by the rules of its parts: that some case comes by is to be seen here alone."""
+    met: set[Callable[..., Any]] = set()
+
+    def spied(function: Callable[..., Any], composite: Composite) -> Composite:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            met.add(function)
+            return composite.run(*args, **kwargs)
+
+        return composite._replace(run=run)
+
+    composites = {function: rule for function, rule in RULES.items() if isinstance(rule, Composite)}
+    for function, rule in composites.items():
+        monkeypatch.setitem(RULES, function, spied(function, rule))
+    for case in RECURRENT:
+        psgrad.per_sample_grads(*case.make())
+    assert met == set(composites)
 
 
 # How to call any function of a rule: (function, x, params) -> output, the sample's shape, the parameters'.

@@ -9,6 +9,7 @@ next to the features, so that (L B, N, F) is a view, which a factor takes transp
 """
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -102,11 +103,13 @@ def _closed(n: int, out: Tensor, *finals: Tensor) -> Tensor:
 
 def _cotangents(options: Options, g: Tensor, slots: Tensor, *finals: int) -> list[Tensor]:
     """What came for the result of `_closed`, to be added to: slots like the state's, and (B N, H) each."""
-    out, *rest = g.split([options.length * options.batch * slots.shape[-1], *(options.batch * w for w in finals)], 1)
+    n, batch, shape = len(g), options.batch, (options.length, options.batch, slots.shape[-1])
+    out, *rest = g.split([prod(shape), *(batch * width for width in finals)], 1)
     d = torch.empty_like(slots)
     options.first(d).zero_()
-    _samples(options.after(d), len(g)).copy_(out.unflatten(1, (options.length, options.batch, -1)))
-    return [d, *(t.unflatten(1, (options.batch, -1)).transpose(0, 1).flatten(0, 1).clone() for t in rest)]
+    _samples(options.after(d), n).copy_(out.unflatten(1, shape))
+    pairs = zip(rest, finals, strict=True)
+    return [d, *(t.reshape(n, batch, width).transpose(0, 1).clone().flatten(0, 1) for t, width in pairs)]
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
