@@ -233,6 +233,8 @@ def test_autocast(kind: str) -> None:
         return out.float().sin().sum()
 
     x = draw(3, 5, 4).float()
+    psgrad.per_sample_grads(fn, params, x)
+    assert seen == {torch.bfloat16}
     psgrad.testing.check(fn, params, x, rtol=0.1, atol=0.05, rules={f"params[{name!r}]": [kind] for name in params})
 
 
