@@ -98,7 +98,7 @@ def test_layers(config: some.Recurrent) -> None:
         used = psgrad.testing.rules_used(fn, tree, batch, in_dims=in_dims)
         for name in params:
             assert used[f"params[{name!r}]"] == [config.kind] * config.runs
-        for name in learned if config.lengths is None and "sample" not in config.states else ():
+        for name in learned if config.lengths is None else ():
             assert used[f"params[{name!r}]"] == [config.kind] * rows
 
 

@@ -83,9 +83,10 @@ def _split(options: Options, x: Tensor) -> list[Tensor]:
 
 
 def _opened(options: Options, x: Tensor, states: Params) -> list[Tensor]:
-    """The input's steps (L, B N, I) and the initial states (B N, H)."""
-    inputs, *own = _split(options, x)
-    initial = own or [s.expand(len(x), *s.shape) for s in states]
+    """The input's steps (L, B N, I) and the initial states (B N, H); `states` has None for one that follows it."""
+    inputs, *rest = _split(options, x)
+    own = iter(rest)
+    initial = [next(own) if s is None else s.expand(len(x), *s.shape) for s in states]
     return [_steps(inputs), *(s.transpose(0, 1).flatten(0, 1) for s in initial)]
 
 
@@ -137,7 +138,8 @@ def _gradients(
     if needs.x:
         gx = _samples(torch.matmul(of_x, params[0]), n)
         if options.states:
-            gx = torch.cat([gx.flatten(1), *(t.flatten(1) for t in states)], 1)
+            own = [t for t, p in zip(states, params[-len(states) :], strict=True) if p is None]
+            gx = torch.cat([t.flatten(1) for t in (gx, *own)], 1)
     g, gh = _positions(of_x, n), _positions(of_h, n)
     return gx, [
         Outer(inputs.flatten(1, 2), g) if want[0] else None,
@@ -326,11 +328,13 @@ def _plain(step: Callable[..., list[Tensor]], states: int) -> Callable[..., Tens
 def bind(x: Any, states: tuple[Any, ...], weights: tuple[Any, ...], reverse: bool) -> Call:
     """States that differ between samples go behind the input; others count as parameters."""
     level, (length, batch, width) = ft.current_level(), x.shape
-    if level is None or not any(isinstance(s, Tensor) and ft.is_batched(s, level) for s in states):
-        return Call(x, (*weights, *states), Options(reverse, length, batch, width))
-    operands = [t.wrapped if isinstance(t, Param) else t for t in (x, *states)]
-    options = Options(reverse, length, batch, width, tuple(s.shape[-1] for s in states))
-    return Call(torch.cat([t.flatten() for t in operands]), (*weights, *[None] * len(states)), options)
+    own = [isinstance(s, Tensor) and level is not None and ft.is_batched(s, level) for s in states]
+    behind = [s for s, mine in zip(states, own, strict=True) if mine]
+    if behind:
+        x = torch.cat([t.flatten() for t in (x.wrapped if isinstance(x, Param) else x, *behind)])
+    others = [None if mine else s for s, mine in zip(states, own, strict=True)]
+    options = Options(reverse, length, batch, width, tuple(s.shape[-1] for s in behind))
+    return Call(x, (*weights, *others), options)
 
 
 Layer = Callable[[Any, tuple[Any, ...], tuple[Any, ...], bool], Tensor]
