@@ -365,6 +365,6 @@ RNN_TANH = _rule(
     "rnn_tanh", _rnn_forward(torch.tanh_), _rnn_backward(lambda h: 1 - h * h), _rnn_step(torch.tanh), states=1, saves=1
 )
 RNN_RELU = _rule(
-    "rnn_relu", _rnn_forward(torch.relu_), _rnn_backward(lambda h: h > 0), _rnn_step(torch.relu), states=1, saves=1
+    "rnn_relu", _rnn_forward(torch.relu_), _rnn_backward(lambda h: ~(h <= 0)), _rnn_step(torch.relu), states=1, saves=1
 )
 RULES = (LSTM, GRU, RNN_TANH, RNN_RELU)
