@@ -7,6 +7,7 @@ torch function it calls passes through `Intercept`:
     parameters only, no sample in sight                -> computed once: a view, or a new `Source`
     a Python value wanted from a batched tensor        -> answered where all samples agree, else `Diverged`
     a mask that differs between samples, as an index   -> integers where all choose equally many, else `Diverged`
+    a function that is made of others (`Composite`)    -> these, one by one
     anything else                                      -> plain vmap: exact, dense
 
 What `fn` closes over is a constant: no graph starts there. Where `fn` writes samples into a tensor that it
@@ -44,7 +45,7 @@ from ._errors import PsgradError, UnsupportedOpError, name_of, place
 from ._factors import Factor
 from ._param import Param, Source, shares_memory
 from ._pure import PURE, VIEWS
-from ._registry import RULES, Call, Decline, Fold, Needs, Rule
+from ._registry import RULES, Call, Composite, Decline, Entry, Fold, Needs, Rule
 
 _hooked = _checkpoint.hooked
 
@@ -354,10 +355,13 @@ class Intercept(TorchFunctionMode):
         self._count(args, kwargs)
         return func(*args, **kwargs)
 
-    def _ruled(self, rule: Rule | Fold, func: Any, args: Any, kwargs: Any) -> Any:
+    def _ruled(self, rule: Entry, func: Any, args: Any, kwargs: Any) -> Any:
         params, samples = self._scan(args, kwargs)
         if not params and (not samples or (isinstance(rule, Rule) and rule.only_params)):
             return func(*args, **kwargs)
+        if isinstance(rule, Composite):
+            with self:  # its parts come here again
+                return rule.run(*args, **kwargs)
         if ft.current_level() != self.level:
             return self._plain(func, args, kwargs, "inside another transform")
         if isinstance(rule, Fold):

@@ -93,17 +93,26 @@ class Fold(NamedTuple):
     run: Callable[..., Tensor]
 
 
-RULES: dict[Callable[..., Any], Rule | Fold] = {}
+class Composite(NamedTuple):
+    """An op that is taken apart into functions that have rules: run(*args, **kwargs) stands in for it."""
+
+    name: str  # of the rule that its parts go by
+    functions: tuple[Callable[..., Any], ...]
+    run: Callable[..., Any]
 
 
-def register(rule: Rule | Fold) -> Rule | Fold:
+Entry = Rule | Fold | Composite
+RULES: dict[Callable[..., Any], Entry] = {}
+
+
+def register(rule: Entry) -> Entry:
     """Put `rule` in the table for each of its functions; a later registration replaces an earlier one."""
     for function in rule.functions:
         RULES[function] = rule
     return rule
 
 
-def unregister(rule: Rule | Fold) -> None:
+def unregister(rule: Entry) -> None:
     """Take `rule` out of the table again; its functions go back to plain vmap."""
     for function in rule.functions:
         if RULES.get(function) is rule:

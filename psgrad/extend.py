@@ -25,10 +25,11 @@ gets in the backward. Here is one for `torch.hypot(x, w)` with a single number w
 from ._factors import Dense, Factor, Outer, Rows
 from ._patches import Patches
 from ._plan import ConvGeometry, Plan
-from ._registry import Call, Decline, Fold, Needs, Param, Rule, register, unregister
+from ._registry import Call, Composite, Decline, Fold, Needs, Param, Rule, register, unregister
 
 __all__ = [
     "Call",
+    "Composite",
     "ConvGeometry",
     "Decline",
     "Dense",

@@ -20,12 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
+from . import _functorch as ft
 from ._composable import composable
-from ._registry import RULES, Decline, Rule
+from ._registry import RULES, Composite, Decline, Rule
 from .rules import conv as _conv
 from .rules import embedding as _embedding
 from .rules import linear as _linear
 from .rules import norm as _norm
+from .rules import recurrence as _recurrence
 
 __all__ = [
     "batch_norm",
@@ -87,12 +89,17 @@ rms_norm = _op(_norm.RMS, F.rms_norm)
 instance_norm = _op(_norm.INSTANCE, F.instance_norm)
 batch_norm = _op(_norm.BATCH, F.batch_norm)
 embedding = _op(_embedding.EMBEDDING, F.embedding)
+_RULED |= {rule.functions[0]: rule for rule in _recurrence.RULES}
 
 
 class _UseRules(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, rule = kwargs or {}, RULES.get(func)
+        if isinstance(rule, Composite) and ft.current_level() is not None:  # torch's own serves without a transform
+            with self:
+                return rule.run(*args, **kwargs)
         rule = _RULED.get(func)
-        return func(*args, **(kwargs or {})) if rule is None else _run(rule, func, args, kwargs or {})
+        return func(*args, **kwargs) if rule is None else _run(rule, func, args, kwargs)
 
 
 @contextmanager

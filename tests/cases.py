@@ -7,7 +7,7 @@ by a name like "Tensor.mul(params['w'])". Add a case here and it meets the whole
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence, unpack_sequence
 
 N = 4  # samples: the chunk sizes 1, 2 and 3 divide it or leave a rest
 Problem = tuple[Callable[..., Tensor], Any, Any]
@@ -417,6 +418,162 @@ CONV = (
             for name in ("weight", "bias")
         },
         (3, 8, 8),
+    ),
+)
+
+# ---- recurrent layers --------------------------------------------------------------------------------------
+
+
+class _Finals(nn.Module):
+    """A recurrent layer's output, final states and, for an lstm, cells: all in one tensor."""
+
+    def __init__(self, layer: nn.RNNBase) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, last = self.layer(x)
+        return torch.cat([out.flatten(), *(t.flatten() for t in (last if isinstance(last, tuple) else (last,)))])
+
+
+class _Encoded(nn.Module):
+    """A layer that starts from what another has come to."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.encoder, self.decoder = kind(3, 2), kind(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(x[:2], self.encoder(x)[1])[0]
+
+
+class _Learned(nn.Module):
+    """A layer with initial states of its own; the second one is the same for all inner sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(3, 2)
+        self.h, self.c = nn.Parameter(torch.zeros(1, 2, 2)), nn.Parameter(torch.zeros(1, 1, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, (self.h, self.c.expand(1, 2, 2)))[0]
+
+
+class _Unrolled(nn.Module):
+    """A cell in a loop over time."""
+
+    def __init__(self, cell: nn.RNNCellBase) -> None:
+        super().__init__()
+        self.cell = cell
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = None
+        for row in x:
+            state = self.cell(row, state)
+        return torch.cat(state) if isinstance(state, tuple) else state
+
+
+class _Packed(nn.Module):
+    """A layer on inner sequences of different lengths, packed in an order of their own."""
+
+    def __init__(self, layer: nn.RNNBase) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, torch.tensor([2, 4, 2]), enforce_sorted=False)
+        out, last = self.layer(packed)
+        return torch.cat([pad_packed_sequence(out, padding_value=0.3)[0].flatten(), last.flatten()])
+
+
+class _Listed(nn.Module):
+    """A layer on a list of sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, _ = self.layer(pack_sequence([x[:2], x, x[2:]], enforce_sorted=False))
+        return torch.cat(unpack_sequence(out))
+
+
+class _Shortened(nn.Module):
+    """A layer on as many steps as the sample says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(3, 2, batch_first=True)
+
+    def forward(self, sample: tuple[Tensor, Tensor]) -> Tensor:
+        x, length = sample
+        return self.layer(pack_padded_sequence(x[None], length[None], batch_first=True))[1][0]
+
+
+def _first_weights(p: Any) -> list[Tensor]:
+    return [p["w"], p["u"], p["b"], p["b"]]
+
+
+_RECURRENT = (
+    module("lstm", lambda: nn.LSTM(3, 2), "lstm", (4, 2, 3)),
+    module("lstm-unbatched", lambda: nn.LSTM(3, 2), "lstm", (4, 3)),
+    module("lstm-as-long-as-the-batch", lambda: nn.LSTM(N, N), "lstm", (N, N, N)),
+    module("lstm-one-step", lambda: nn.LSTM(3, 2), "lstm", (1, 1, 3)),
+    module("lstm-batch-first", lambda: nn.LSTM(3, 2, batch_first=True), "lstm", (2, 4, 3)),
+    module("lstm-no-bias", lambda: nn.LSTM(3, 2, bias=False), "lstm", (4, 2, 3)),
+    module("lstm-two-ways", lambda: _Finals(nn.LSTM(3, 2, bidirectional=True)), "lstm", (4, 2, 3)),
+    module("lstm-layers", lambda: _Finals(nn.LSTM(3, 2, 2, bidirectional=True)), "lstm", (4, 2, 3)),
+    module("lstm-projections", lambda: _Finals(nn.LSTM(3, 4, 2, proj_size=2)), "lstm", (4, 2, 3)),
+    module("lstm-frozen-weight", lambda: nn.LSTM(3, 2), "lstm", (4, 3), frozen=("weight_hh_l0", "bias_ih_l0")),
+    module(
+        "lstm-frozen-layer",
+        lambda: nn.LSTM(3, 2, 2),
+        "lstm",
+        (4, 3),
+        frozen=("weight_ih_l1", "weight_hh_l1", "bias_ih_l1", "bias_hh_l1"),
+    ),
+    module("lstm-of-another", lambda: _Encoded(nn.LSTM), "lstm", (4, 2, 3)),
+    module("lstm-learned-states", _Learned, "lstm", (4, 2, 3)),
+    module("lstm-in-place", lambda: nn.Sequential(_Finals(nn.LSTM(3, 2)), nn.ReLU(inplace=True)), "lstm", (4, 3)),
+    module("lstm-list", _Listed, "lstm lstm lstm", (5, 3)),
+    module("lstm-cell", lambda: nn.LSTMCell(3, 2), "lstm", (2, 3)),
+    module("gru", lambda: nn.GRU(3, 2), "gru", (4, 2, 3)),
+    module("gru-unbatched", lambda: nn.GRU(3, 2, bias=False), "gru", (4, 3)),
+    module("gru-layers", lambda: _Finals(nn.GRU(3, 2, 2, bidirectional=True, batch_first=True)), "gru", (2, 4, 3)),
+    module("gru-of-another", lambda: _Encoded(nn.GRU), "gru", (4, 2, 3)),
+    module("gru-packed", lambda: _Packed(nn.GRU(3, 2, bidirectional=True)), "gru gru", (4, 3, 3)),
+    module("gru-cell", lambda: nn.GRUCell(3, 2), "gru", (3,)),
+    module("rnn-tanh", lambda: _Finals(nn.RNN(3, 2, 2, bidirectional=True)), "rnn_tanh", (4, 2, 3)),
+    module("rnn-tanh-no-bias", lambda: nn.RNN(3, 2, bias=False), "rnn_tanh", (4, 3)),
+    module("rnn-of-another", lambda: _Encoded(nn.RNN), "rnn_tanh", (4, 2, 3)),
+    module("rnn-relu", lambda: _Finals(nn.RNN(3, 2, 2, nonlinearity="relu")), "rnn_relu", (4, 2, 3)),
+    module("rnn-packed", lambda: _Packed(nn.RNN(3, 2, nonlinearity="relu")), "rnn_relu rnn_relu", (4, 3, 3)),
+    module("rnn-cell", lambda: nn.RNNCell(3, 2), "rnn_tanh", (2, 3)),
+    module("rnn-cell-relu", lambda: nn.RNNCell(3, 2, bias=False, nonlinearity="relu"), "rnn_relu", (2, 3)),
+    *(
+        module(f"{rule}-unrolled", lambda cell=cell: _Unrolled(cell(3, 2)), " ".join([rule] * 3), (3, 2, 3))
+        for rule, cell in (("lstm", nn.LSTMCell), ("gru", nn.GRUCell), ("rnn_tanh", nn.RNNCell))
+    ),
+    module(
+        "lstm-packed-by-sample",
+        _Shortened,
+        "lstm",
+        lambda: (draw(N, 4, 3), torch.tensor([4, 2, 4, 1])),
+        diverges=True,
+    ),
+)
+RECURRENT = (
+    *(replace(case, refused=True) for case in _RECURRENT),
+    op(
+        "lstm-function",
+        lambda x, **p: torch.lstm(
+            x, (x[:1, :, :2], x[1:2, :, :2]), _first_weights(p), True, 1, 0.0, True, False, False
+        )[2],
+        {"w": "lstm", "u": "lstm", "b": "lstm lstm"},
+        (4, 1, 3),
+        w=(8, 3),
+        u=(8, 2),
+        b=(8,),
     ),
 )
 
@@ -1307,6 +1464,7 @@ CASES = (
     *MATMUL,
     *EINSUM,
     *CONV,
+    *RECURRENT,
     *NORM,
     *EMBEDDING,
     *ELEMENTWISE,

@@ -606,3 +606,64 @@ def attentions(draw: Draw) -> Attention:
         kind == "causal",
         draw(st.none() | st.just(0.7)),
     )
+
+
+# ---- recurrent layers --------------------------------------------------------------------------------------
+
+
+class Recurrent(NamedTuple):
+    kind: str  # a name in torch
+    n: int
+    length: int
+    batch: int | None  # sequences per sample; None: an unbatched call
+    lengths: tuple[int, ...] | None  # of each, where they are packed; None: not packed
+    inputs: int
+    hidden: int
+    projection: int
+    layers: int
+    bidirectional: bool
+    bias: bool
+    batch_first: bool
+    frozen: frozenset[str]  # weights that are no parameters
+    states: tuple[str, ...]  # what each initial state is; none given
+    used: frozenset[int]  # which of the output and the final states the loss looks at
+    layout: Layout
+
+    @property
+    def x(self) -> tuple[int, ...]:
+        if self.batch is None:
+            return self.length, self.inputs
+        return *((self.batch, self.length) if self.batch_first else (self.length, self.batch)), self.inputs
+
+    @property
+    def runs(self) -> int:
+        """How often each layer runs: once for each length."""
+        return len(set(self.lengths)) if self.lengths else 1
+
+
+@st.composite
+def recurrents(draw: Draw) -> Recurrent:
+    kind = draw(st.sampled_from(("lstm", "gru", "rnn_tanh", "rnn_relu")))
+    states = 2 if kind == "lstm" else 1
+    projection = draw(st.integers(0, 2)) if kind == "lstm" else 0
+    batch, length = draw(st.none() | SIZE), draw(SIZE)
+    packed = batch is not None and draw(st.booleans())
+    given = draw(st.booleans())
+    return Recurrent(
+        kind,
+        draw(SAMPLES),
+        length,
+        batch,
+        draw(st.tuples(*[st.integers(1, length)] * (batch or 0))) if packed else None,
+        draw(SIZE),
+        projection + draw(SIZE),
+        projection,
+        draw(SIZE),
+        draw(st.booleans()),
+        draw(st.booleans()),
+        draw(st.booleans()),
+        draw(st.frozensets(st.sampled_from(("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")))),
+        draw(st.tuples(*[st.sampled_from(("param", "frozen", "sample"))] * states)) if given else (),
+        draw(st.frozensets(st.integers(0, states), min_size=1)),
+        draw(LAYOUTS),
+    )

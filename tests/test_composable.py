@@ -61,6 +61,20 @@ class _Twofold(nn.Module):
         return self.inner(x, x[..., 1:].sin())
 
 
+class Output(nn.Module):
+    """A recurrent layer's output and its last states as one tensor; with initial states made of the input."""
+
+    def __init__(self, layer: nn.RNNBase, given: bool = False) -> None:
+        super().__init__()
+        self.layer, self.given = layer, given
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = x.sum(0)[None] if self.given else None
+        out, last = self.layer(x, (state, state) if self.given and isinstance(self.layer, nn.LSTM) else state)
+        lasts = last if isinstance(last, tuple) else (last,)
+        return torch.cat([out.flatten(), *(t.flatten() for t in lasts)])
+
+
 MODULES = {
     "linear": Stock(lambda: nn.Linear(3, 4), lambda: draw(N, 2, 3)),
     "linear-vector": Stock(lambda: nn.Linear(3, 2, bias=False), lambda: draw(N, 3)),
@@ -91,6 +105,13 @@ MODULES = {
     "embedding-by-frequency": Stock(
         lambda: nn.Embedding(3, 2, scale_grad_by_freq=True), lambda: torch.randint(3, (N, 4))
     ),
+    "lstm": Stock(lambda: Output(nn.LSTM(1, 2, bidirectional=True)), lambda: draw(N, 2, 1, 1)),
+    "lstm-projection": Stock(lambda: Output(nn.LSTM(1, 2, 2, proj_size=1)), lambda: draw(N, 2, 2, 1)),
+    "lstm-states": Stock(lambda: Output(nn.LSTM(2, 2, bias=False), True), lambda: draw(N, 2, 1, 2)),
+    "gru": Stock(lambda: Output(nn.GRU(1, 2, bidirectional=True)), lambda: draw(N, 2, 1, 1)),
+    "gru-states": Stock(lambda: Output(nn.GRU(2, 2), True), lambda: draw(N, 2, 1, 2)),
+    "rnn": Stock(lambda: Output(nn.RNN(1, 2, 2)), lambda: draw(N, 2, 2, 1)),
+    "rnn-relu": Stock(lambda: Output(nn.RNN(2, 2, nonlinearity="relu"), True), lambda: draw(N, 2, 1, 2)),
     "network": Stock(
         lambda: nn.Sequential(nn.Conv1d(1, 2, 2), nn.GroupNorm(1, 2), nn.Tanh(), nn.Linear(3, 3), nn.LayerNorm(3)),
         lambda: draw(N, 1, 1, 4),
@@ -406,6 +427,22 @@ def test_use_rules_runs_the_rules_backward_once(name: str, monkeypatch: pytest.M
     with psgrad.use_rules():
         vmap(grad(lambda params, x: loss(OPS[name](function, x, *params))), (None, 0))(params, x)
     assert runs == [N]
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith(("lstm", "gru", "rnn"))])
+def test_use_rules_runs_recurrent_rules_once_for_each_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    forward = _composable._OpGrad.forward
+
+    def spied(spec: Any, count: int, g: Tensor, x: Tensor, *rest: Any) -> Any:
+        seen.append(len(x))
+        return forward(spec, count, g, x, *rest)
+
+    monkeypatch.setattr(_composable._OpGrad, "forward", staticmethod(spied))
+    s, states = setting(name), MODULES[name].make().given
+    with psgrad.use_rules():
+        vmap(grad(s.f), (None, 0))(s.p, s.x)
+    assert seen == ([] if states else [N] * sum("weight_ih" in p for p in s.p))  # states per sample: plain ops
 
 
 def test_use_rules_ends_with_its_block() -> None:

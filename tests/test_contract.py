@@ -13,13 +13,14 @@ from torch.func import grad, vmap
 
 import psgrad
 from psgrad import _registry
-from psgrad._registry import RULES, Fold, Rule
+from psgrad._registry import RULES, Composite, Fold, Rule
 
-from .cases import CASES, Case, N, draw, loss
+from .cases import CASES, RECURRENT, Case, N, draw, loss
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented:UserWarning"),
     pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning"),
+    pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning"),  # the loop's
 ]
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 
@@ -185,7 +186,7 @@ def test_the_stated_folds_ran(case: Case, monkeypatch: pytest.MonkeyPatch) -> No
 
 # ---- nothing is left out -----------------------------------------------------------------------------------
 
-REGISTERED = {rule.name: rule for rule in RULES.values()}
+REGISTERED = {rule.name: rule for rule in RULES.values() if not isinstance(rule, Composite)}
 
 
 @pytest.mark.parametrize("name", REGISTERED)
@@ -196,10 +197,35 @@ def test_every_rule_has_cases(name: str) -> None:
         assert any(name in names for case in CASES for names in case.rules.values())
 
 
+def test_every_composite_has_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is taken apart goes by the rules of its parts: that some case comes by is to be seen here alone."""
+    met: set[Callable[..., Any]] = set()
+
+    def spied(function: Callable[..., Any], composite: Composite) -> Composite:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            met.add(function)
+            return composite.run(*args, **kwargs)
+
+        return composite._replace(run=run)
+
+    composites = {function: rule for function, rule in RULES.items() if isinstance(rule, Composite)}
+    for function, rule in composites.items():
+        monkeypatch.setitem(RULES, function, spied(function, rule))
+    for case in RECURRENT:
+        psgrad.per_sample_grads(*case.make())
+    assert met == set(composites)
+
+
 # How to call any function of a rule: (function, x, params) -> output, the sample's shape, the parameters'.
 Spelling = tuple[Callable[..., Tensor], tuple[int, ...], dict[str, tuple[int, ...]]]
 _PAIR: Callable[..., Tensor] = lambda f, x, w: f(x, w)
 _AFFINE = {"w": (4,), "b": (4,)}
+_GATES = {k: {"w": (2 * k, 3), "u": (2 * k, 2), "b": (2 * k,), "c": (2 * k,), "h": (2, 2)} for k in (1, 3, 4)}
+_RECURRENT: Callable[..., Tensor] = lambda f, x, w, u, b, c, h: (  # an lstm has a second state, and no projection here
+    f(x, (h, torch.zeros(h.shape, dtype=h.dtype)), (w, u, b, c, None), False)
+    if len(b) == 8
+    else f(x, (h,), (w, u, b, c), True)
+)
 SPELLINGS: dict[str, Spelling] = {
     "linear": (lambda f, x, w, b: f(x, w, b), (2, 3), {"w": (4, 3), "b": (4,)}),
     "matmul": (_PAIR, (2, 3), {"w": (3, 4)}),
@@ -219,6 +245,10 @@ SPELLINGS: dict[str, Spelling] = {
     "rms_norm": (lambda f, x, w: f(x, [4], w), (2, 4), {"w": (4,)}),
     "instance_norm": (lambda f, x, w, b: f(x, None, None, w, b), (2, 4, 3), _AFFINE),
     "batch_norm": (lambda f, x, w, b: f(x, None, None, w, b, training=True), (2, 4, 3), _AFFINE),
+    "lstm": (_RECURRENT, (2, 2, 3), _GATES[4]),
+    "gru": (_RECURRENT, (2, 2, 3), _GATES[3]),
+    "rnn_tanh": (_RECURRENT, (2, 2, 3), _GATES[1]),
+    "rnn_relu": (_RECURRENT, (2, 2, 3), _GATES[1]),
     "embedding": (lambda f, x, w: f(x.argsort(), w), (3,), {"w": (3, 4)}),
     "embedding_bag": (lambda f, x, w: f(x.argsort(), w), (2, 3), {"w": (3, 4)}),
     "index": (lambda f, x, w: f(w, x.argsort()), (3,), {"w": (3, 4)}),

@@ -414,7 +414,6 @@ def test_resnet_block_with_in_place_ops():
     same(model, lambda out, y: (out * y).sum(), torch.randn(5, 3, 6, 6), torch.randn(5, 4, 4, 4))
 
 
-@pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning")
 @pytest.mark.parametrize("cls", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_module(cls):
     """A module that keeps a second list of its weights: the ones that count are those in params."""

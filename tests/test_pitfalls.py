@@ -832,17 +832,16 @@ RECURRENT = {
 
 @pytest.mark.parametrize("name", RECURRENT)
 def test_recurrent_layers(name):
-    """vmap refuses them; the loop over samples answers, and says so."""
+    """vmap refuses them; they have rules."""
     cls, kwargs = RECURRENT[name]
     layer = cls(4, 3, batch_first=True, **kwargs)
     fn, params = module_fn(layer, lambda out: torch.sin(out[0]).sum())
-    exact_by_loop(fn, params, torch.randn(4, 5, 4))
+    exact(fn, params, torch.randn(4, 5, 4))
 
 
-@pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning")
 @pytest.mark.parametrize("cls", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
 def test_recurrent_cells(cls):
-    """A cell in a Python loop over time: exact, with or without vmap."""
+    """A cell in a Python loop over time."""
     cell = cls(4, 3)
 
     def fn(p, x):
@@ -854,8 +853,8 @@ def test_recurrent_cells(cls):
     exact(fn, {name: p.detach() for name, p in cell.named_parameters()}, torch.randn(4, 5, 4))
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch, before vmap refuses
 def test_recurrent_layer_on_packed_sequences():
+    """Samples with sequences of one length run together."""
     layer = nn.LSTM(4, 3, batch_first=True)
     params = {name: p.detach() for name, p in layer.named_parameters()}
 
@@ -865,7 +864,7 @@ def test_recurrent_layer_on_packed_sequences():
         out, _ = functional_call(layer, p, (packed,))
         return torch.sin(out.data).sum()
 
-    exact_by_loop(fn, params, (torch.randn(4, 5, 4), torch.tensor([5, 3, 1, 4])))
+    exact(fn, params, (torch.randn(4, 5, 4), torch.tensor([5, 3, 1, 3])))
 
 
 # ---- control flow -------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch
 
 import psgrad
 from psgrad._errors import name_of
-from psgrad._registry import RULES, Fold, Rule
+from psgrad._registry import RULES, Composite, Fold, Rule
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 OPERATORS = {"matmul": "@", "add": "+", "sub": "-", "mul": "*", "truediv": "/", "getitem": "table[index]"}
@@ -36,10 +36,11 @@ def spellings(functions: list[Callable[..., Any]]) -> str:
 
 def ops_table() -> str:
     """The registered rules as a markdown table, in the order of registration."""
-    by_rule: dict[Rule | Fold, list[Callable[..., Any]]] = {}
-    for function, rule in RULES.items():
-        if getattr(function, "__module__", None) != psgrad.ops.__name__:
-            by_rule.setdefault(rule, []).append(function)
+    rules = {rule.name: rule for rule in RULES.values() if not isinstance(rule, Composite)}
+    by_rule: dict[Rule | Fold, list[Callable[..., Any]]] = {rule: [] for rule in rules.values()}
+    for function, entry in RULES.items():  # what is taken apart stands with the rule of its parts
+        if entry.name in rules and not (getattr(function, "__module__", None) or "").startswith(psgrad.__name__):
+            by_rule[rules[entry.name]].append(function)
     lines = ["| rule | written as | factors | in `psgrad.ops` |", "|---|---|---|---|"]
     for rule, functions in by_rule.items():
         factors = ", ".join(rule.factors) if isinstance(rule, Rule) else "none: it has no parameters"

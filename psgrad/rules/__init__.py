@@ -1,9 +1,9 @@
 """The rules, one file per family of ops. A new op is a file here and a line below."""
 
-from .._registry import Fold, Rule, register
-from . import attention, conv, elementwise, embedding, linear, loss, norm
+from .._registry import Entry, register
+from . import attention, conv, elementwise, embedding, linear, loss, norm, recurrence, recurrent
 
-_FAMILIES: tuple[Rule | Fold, ...] = (
+_FAMILIES: tuple[Entry, ...] = (
     *linear.RULES,
     *conv.RULES,
     *norm.RULES,
@@ -11,6 +11,8 @@ _FAMILIES: tuple[Rule | Fold, ...] = (
     *elementwise.RULES,
     *attention.RULES,
     *loss.RULES,
+    *recurrence.RULES,
+    *recurrent.COMPOSITES,
 )
 for _rule in _FAMILIES:
     register(_rule)
