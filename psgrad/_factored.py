@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from math import prod
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import _alloc
 from ._errors import ArgumentError, ArgumentTypeError
-from ._factors import wide
+from ._factors import norm_of_norms, wide
 from ._kept import Kept
 
 
@@ -79,15 +79,12 @@ class FactoredGrads:
 
     def _gathered(self, lead: tuple[int, ...], quantity: Callable[[Block], Tensor | None]) -> Tensor:
         """Rows of every block at the places of their samples; None are zeros."""
-        like = self._metas[0]
-        dtype = wide(torch.promote_types(torch.float16, like.dtype))
-        for meta in self._metas:
-            dtype = torch.promote_types(dtype, wide(meta.dtype))
+        dtype = reduce(torch.promote_types, {wide(meta.dtype) for meta in self._metas})
         if len(self._blocks) == 1 and self._blocks[0].index is None:
             found = quantity(self._blocks[0])
             if found is not None:
                 return found.to(dtype)
-        out = torch.zeros(lead, dtype=dtype, device=like.device)
+        out = torch.zeros(lead, dtype=dtype, device=self._metas[0].device)
         for block in self._blocks:
             found = quantity(block)
             if found is not None:
@@ -97,16 +94,16 @@ class FactoredGrads:
 
     # ---- one number per sample ----------------------------------------------------------------------------
 
-    def sq_norms(self, *, per_param: bool = False) -> Any:
-        """Squared norms (N,); with `per_param` those of each parameter, a pytree like params."""
-        if per_param:
-            return self._tree([self._gathered((self._n,), partial(_norms_of, i)) for i in range(len(self._metas))])
-        return self._gathered((self._n,), lambda block: added([kept.sq_norms() for kept in block.kept]))
-
     def norms(self, *, per_param: bool = False) -> Any:
         """Norms (N,); with `per_param` those of each parameter, a pytree like params."""
-        found = self.sq_norms(per_param=per_param)
-        return optree.tree_map(torch.sqrt, found) if per_param else found.sqrt()
+        if per_param:
+            return self._tree([self._gathered((self._n,), partial(_norms_of, i)) for i in range(len(self._metas))])
+        return self._gathered((self._n,), lambda block: norm_of_all([kept.norms() for kept in block.kept]))
+
+    def sq_norms(self, *, per_param: bool = False) -> Any:
+        """Squared norms (N,); with `per_param` those of each parameter, a pytree like params."""
+        found = self.norms(per_param=per_param)
+        return optree.tree_map(torch.square, found) if per_param else found.square()
 
     # ---- one number per parameter -------------------------------------------------------------------------
 
@@ -315,7 +312,15 @@ def check_max_norm(max_norm: Any, where: str = "max_norm") -> Any:
 
 
 def _norms_of(i: int, block: Block) -> Tensor | None:
-    return block.kept[i].sq_norms()
+    return block.kept[i].norms()
+
+
+def norm_of_all(norms: Sequence[Tensor | None]) -> Tensor | None:
+    """The norms of all parameters together; None where all gradients are zero."""
+    there = [t for t in norms if t is not None]
+    if any(t.dtype != there[0].dtype or t.device != there[0].device for t in there):
+        there = [t.to(there[0].device, torch.float64) for t in there]
+    return norm_of_norms(there) if there else None
 
 
 def added(parts: Sequence[Tensor | None]) -> Tensor | None:

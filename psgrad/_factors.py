@@ -4,7 +4,7 @@ A rule says which factor its backward yields; everything that is computed from p
 written once per factor type. Sums are taken in float32 at least.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any, TypeVar
@@ -26,11 +26,20 @@ def widened(t: Tensor) -> Tensor:
     return t.to(wide(t.dtype))
 
 
-def sq_norms_of(grads: Tensor) -> Tensor:
-    """Squared norms (N,) of gradients (N, *shape)."""
-    flat = grads.reshape(len(grads), -1)  # vector_norm: a tenth of the time of bmm or einsum
-    norms: Tensor = torch.linalg.vector_norm(flat, dim=1, dtype=wide(grads.dtype))
-    return norms.square()
+def norms_of(grads: Tensor) -> Tensor:
+    """Norms (N,) of gradients (N, *shape)."""
+    flat = grads.flatten(1) if grads.dim() > 1 else grads[:, None]  # vector_norm: a tenth of bmm's or einsum's time
+    dtype = torch.float32 if grads.element_size() < 4 else None
+    norms: Tensor = torch.linalg.vector_norm(flat, dim=1, dtype=dtype)
+    return norms
+
+
+def norm_of_norms(norms: Sequence[Tensor]) -> Tensor:
+    """The norms (N,) of vectors whose parts have norms (N,); no square under- or overflows on the way."""
+    if len(norms) == 1:
+        return norms[0]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)), dim=0)
+    return total
 
 
 def weighted_sum_of(grads: Tensor, w: Tensor | None) -> Tensor:
@@ -98,9 +107,10 @@ class Factor:
             rows = slice(start, min(start + step, n))
             yield rows, self if step >= n else self.select(rows)
 
-    def sq_norms(self) -> Tensor:
-        """Squared norms (N,)."""
-        return torch.cat([sq_norms_of(part.dense()) for _, part in self.tiles()])
+    def norms(self) -> Tensor:
+        """Norms (N,)."""
+        found = [norms_of(part.dense()) for _, part in self.tiles()]
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def weighted_sum(self, w: Tensor | None = None) -> Tensor:
         """The sum over n of w[n] times gradient n; without `w` of the gradients."""
@@ -153,8 +163,8 @@ class Dense(Factor):
     def dense(self, out: Tensor | None = None) -> Tensor:
         return _keep(self.grads, out)
 
-    def sq_norms(self) -> Tensor:
-        return sq_norms_of(self.grads)
+    def norms(self) -> Tensor:
+        return norms_of(self.grads)
 
     def weighted_sum(self, w: Tensor | None = None) -> Tensor:
         return weighted_sum_of(self.grads, w)
@@ -190,18 +200,18 @@ class Outer(Factor):
             return out
         return product(g.mT, x, out=out)
 
-    def sq_norms(self) -> Tensor:
+    def norms(self) -> Tensor:
         x, g = self.x, self.g
         if x.dim() == 4:
-            return Outer(x.flatten(0, 1), g.flatten(0, 1)).sq_norms().view(x.shape[:2]).sum(1)
+            return norms_of(Outer(x.flatten(0, 1), g.flatten(0, 1)).norms().view(x.shape[:2]))
         n, t, i = x.shape
         if t == 1:
-            return sq_norms_of(x).mul_(sq_norms_of(g))
+            return norms_of(x).mul_(norms_of(g))
         plan = _plan.outer_norms(n, t, i, g.shape[-1], x.element_size())
-        return self.by_gram() if plan.strategy == "gram" else super().sq_norms()
+        return self.by_gram().clamp_(min=0).sqrt_() if plan.strategy == "gram" else super().norms()
 
     def by_gram(self) -> Tensor:
-        """sum over t, s of (x[t] . x[s]) (g[t] . g[s]), in blocks of t and s: half of them, by symmetry."""
+        """Squared norms: sum over t, s of (x[t] . x[s]) (g[t] . g[s]), in blocks, half of them by symmetry."""
         t = self.x.shape[1]
         size = _plan.gram_block(t)
         blocks = [slice(start, start + size) for start in range(0, t, size)]
@@ -255,10 +265,10 @@ class Rows(Factor):
         grads.view(n * v, d).index_add_(0, flat, self.g.flatten(0, 1))
         return grads if out is None or grads is out else out.copy_(grads)
 
-    def sq_norms(self) -> Tensor:
+    def norms(self) -> Tensor:
         _, t, d = self.g.shape
         if t == 1:
-            return sq_norms_of(self.g)
+            return norms_of(self.g)
         return torch.cat([part._by_segments() for _, part in self.tiles(t * d * self.g.element_size())])
 
     def _by_segments(self) -> Tensor:
@@ -268,7 +278,7 @@ class Rows(Factor):
         begins = torch.zeros_like(ordered)
         begins[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
         segment = torch.empty_like(order).scatter_(1, order, begins.cumsum(1))
-        return sq_norms_of(Rows(segment, widened(self.g), t).dense())
+        return norms_of(Rows(segment, widened(self.g), t).dense())
 
     def weighted_sum(self, w: Tensor | None = None) -> Tensor:
         g = scaled(self.g, w).flatten(0, 1)
@@ -321,8 +331,9 @@ class Tied(Factor):
         n_index = torch.arange(len(grads), device=grads.device)[:, None].expand(self.rows.index.shape)
         return grads.index_put_((n_index, self.rows.index), self.rows.g.to(grads.dtype), accumulate=True)
 
-    def sq_norms(self) -> Tensor:
-        return (self.outer.sq_norms() + self.rows.sq_norms() + 2 * self._crossed()).clamp_(min=0)
+    def norms(self) -> Tensor:
+        squares = self.outer.norms().square() + self.rows.norms().square() + 2 * self._crossed()
+        return squares.clamp_(min=0).sqrt_()
 
     def _crossed(self) -> Tensor:
         """<outer, rows> = sum over t, s of outer.g[s, index[t]] (rows.g[t] . outer.x[s])."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import _alloc, _pairs, _plan
-from ._factors import Dense, Factor, Outer, Rows, Tied, wide
+from ._factors import Dense, Factor, Outer, Rows, Tied, norm_of_norms, wide
 from ._param import Region, whole_region
 from ._patches import Patches
 
@@ -57,13 +57,9 @@ class Kept:
         """The same, with gradients that are still to be pulled back written out."""
         return Kept(tuple(Term(r, Dense(f.dense()) if isinstance(f, Pulled) else f) for r, f in self.terms), self.shape)
 
-    def sq_norms(self) -> Tensor | None:
-        """Squared norms (N,); None where all gradients are zero."""
-        total: Tensor | None = None
-        for _, factor in self.terms:
-            found = factor.sq_norms()
-            total = found if total is None else total + found
-        return total
+    def norms(self) -> Tensor | None:
+        """Norms (N,); None where all gradients are zero."""
+        return norm_of_norms([factor.norms() for _, factor in self.terms]) if self.terms else None
 
     def dense(self, out: Tensor) -> Tensor:
         """The gradients, written into the contiguous (N, *shape) `out`."""

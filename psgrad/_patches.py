@@ -82,12 +82,12 @@ class Patches(Factor):
         moves = [s * d for s, d in zip(by_s, stride, strict=True)]
         return x.as_strided((n, c, *self.kernel, b, *self.g.shape[3:]), (by_n, by_c, *steps, by_b, *moves))
 
-    def sq_norms(self) -> Tensor:
+    def norms(self) -> Tensor:
         plan = _plan.conv_norms(self.x.shape, self.g.shape, self.geometry, self.kernel, self.x.element_size())
-        return self._by_gram() if plan.strategy == "gram" else super().sq_norms()
+        return self._by_gram().clamp_(min=0).sqrt_() if plan.strategy == "gram" else super().norms()
 
     def _by_gram(self) -> Tensor:
-        """Patches as the rows of an outer product, a few samples at a time."""
+        """Squared norms: patches as the rows of an outer product, a few samples at a time."""
         groups, (o, c, *_) = self.geometry.groups, self.shape
         taps, positions = c * prod(self.kernel), size_of(self.g)
         found = []

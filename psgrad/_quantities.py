@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any, Literal, NamedTuple
 
 import optree
@@ -18,13 +18,13 @@ from ._factored import (
     Block,
     FactoredGrads,
     Meta,
-    added,
     check_max_norm,
     check_nonfinite,
     clip_weights,
+    norm_of_all,
     refuse_nonfinite,
 )
-from ._factors import wide
+from ._factors import norm_of_norms, wide
 from ._memory import Run, Work
 from ._problem import Problem, generators, rewind
 from ._sink import Again, FactorSink, NormSink, SumSink
@@ -55,7 +55,7 @@ def _factored(problem: Problem, run: Run = _engine.run) -> FactoredGrads:
 def _norms(
     problem: Problem, run: Run = _engine.run, *, per_param: bool = False, draws: Any = None
 ) -> tuple[Tensor, Tensor]:
-    """Squared norms (1, N), or (P, N) of each of P parameters, and losses; factors are let go as they come.
+    """Norms (1, N), or (P, N) of each of P parameters, and losses; factors are let go as they come.
 
     `draws`: the generators' states, for those who want the same numbers drawn again later.
     """
@@ -77,13 +77,10 @@ def _norms_by(
     def take(part: _engine.Part[NormSink]) -> None:
         rows = part.sink.norms()
         if not per_param:
-            rows = [added(rows)]
+            rows = [norm_of_all(rows)]
         n = len(part.outcome.values)
-        found.append(
-            torch.stack(
-                [torch.zeros(n, dtype=dtype, device=device) if t is None else t.to(device, dtype) for t in rows]
-            )
-        )
+        full = [torch.zeros(n, dtype=dtype, device=device) if t is None else t.to(device, dtype) for t in rows]
+        found.append(torch.stack(full) if per_param else full[0][None])
         places.append(part.index)
         outcomes.append(part.outcome)
 
@@ -100,10 +97,7 @@ def _norms_by(
 
 def _dtype(problem: Problem) -> torch.dtype:
     """The dtype of norms."""
-    dtype = wide(problem.params[0].dtype)
-    for p in problem.params[1:]:
-        dtype = torch.promote_types(dtype, wide(p.dtype))
-    return dtype
+    return reduce(torch.promote_types, {wide(p.dtype) for p in problem.params})
 
 
 def _sums(problem: Problem, run: Run = _engine.run) -> tuple[list[Tensor | None], Tensor]:
@@ -303,7 +297,9 @@ def per_sample_norms(
         with _engine.differentiating():
             rows = [_norms(chunk, per_param=per_param)[0] for _, chunk in _chunks(problem, step)]
         count = len(problem.params) if per_param else 1
-        norms = list((torch.cat(rows, 1) if rows else problem.params[0].new_empty(count, 0)).sqrt())
+        norms = list(
+            rows[0] if len(rows) == 1 else torch.cat(rows, 1) if rows else problem.params[0].new_empty(count, 0)
+        )
     norms = [_back(t, index, n) for t in norms]
     return optree.tree_unflatten(problem.params_spec, norms) if per_param else norms[0]
 
@@ -389,7 +385,7 @@ def weighted_grad(
         states, rows = [], []
         for _, chunk in _chunks(problem, step):
             states.append(generators(problem.params))
-            rows.append(_norms(chunk, draws=states[-1])[0][0].sqrt())
+            rows.append(_norms(chunk, draws=states[-1])[0][0])
         norms = torch.cat(rows) if rows else problem.params[0].new_empty(0)
         w = _checked_weights(weights(norms), problem.n, problem)
         return _finished(problem, _weighted(problem, w, step, states))
@@ -513,7 +509,7 @@ def _bounds(max_norm: Any, params: Any) -> tuple[list[Any], optree.PyTreeSpec | 
 def _clip_work(problem: Problem, run: Run) -> object:
     """What a chunk of clipped_grad does, for those who ask what it allocates."""
     fg, totals = _factored(problem, run), _no_totals(problem)
-    fg.add_sums([fg.sq_norms()] * len(problem.params), totals, counted=True)
+    fg.add_sums([fg.norms()] * len(problem.params), totals, counted=True)
     return totals
 
 
@@ -528,9 +524,9 @@ def _clipped(
         if len(bounds) == 1:
             norms = fg.norms()[None]
         else:
-            each = optree.tree_leaves(fg.sq_norms(per_param=True))
+            each = optree.tree_leaves(fg.norms(per_param=True))
             of_bound = [[t for t, k in zip(each, group, strict=True) if k == b] for b in range(len(bounds))]
-            norms = torch.stack([torch.stack(ts).sum(0) if ts else torch.zeros_like(each[0]) for ts in of_bound]).sqrt()
+            norms = torch.stack([norm_of_norms(ts) if ts else torch.zeros_like(each[0]) for ts in of_bound])
         finite = norms.sum(0).isfinite()
         good = bool(finite.all())
         weights = [
@@ -554,7 +550,7 @@ def _clipped_in_two(
     for _, chunk in _chunks(problem, step):
         states.append(generators(problem.params))
         found, losses = _norms(chunk, draws=states[-1])
-        norms.append(found.sqrt())
+        norms.append(found)
         values.append(losses)
     whole = torch.cat(norms, 1)
     finite = whole[0].isfinite()
@@ -737,4 +733,4 @@ def grad_stats(
 
 def _stats_work(problem: Problem, run: Run) -> object:
     fg = _factored(problem, run)
-    return fg._spread(fg._sums(None)), fg.sq_norms()
+    return fg._spread(fg._sums(None)), fg.norms()

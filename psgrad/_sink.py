@@ -8,7 +8,7 @@ from torch import Tensor
 
 from . import _alloc, _plan
 from ._errors import ArgumentError
-from ._factors import Dense, Factor, wide
+from ._factors import Dense, Factor, Outer, wide
 from ._kept import Kept, Pulled, Term, grouped, upright
 from ._param import Param, Region, Source
 
@@ -21,13 +21,28 @@ class DenseSink:
     def __init__(self, params: Sequence[Tensor], n: int, buffers: Sequence[Tensor] | None = None) -> None:
         self.params, self.n = list(params), n
         self.grads: dict[int, Tensor] = {}  # what has been written, by the source's index
+        self.later: dict[int, list[Term]] = {}  # small factors of what is used often: one long sum for many short ones
         self.buffers = None if buffers is None else list(buffers)  # contiguous, where parameters are to be written
 
     def has(self, source: Source) -> bool:
-        return source.index in self.grads
+        return source.index in self.grads or source.index in self.later
+
+    def _write(self, index: int, like: Tensor) -> None:
+        """What was put off."""
+        terms = self.later.pop(index, None)
+        if terms is None:
+            return
+        written, buffer, kept = self.grads.get(index), self._buffer(index), Kept(grouped(terms, like.shape), like.shape)
+        shape = (self.n, *like.shape)
+        if written is None:
+            self.grads[index] = kept.dense(_alloc.empty(shape, like) if buffer is None else buffer)
+        else:
+            written.add_(kept.dense(_alloc.empty(shape, like)))
 
     def pull(self, derived: Sequence[Source], roots: Sequence[Source]) -> None:
         """Gradients of functions of parameters, passed on to the parameters."""
+        for source in derived:
+            self._write(source.index, source.value)
         rows = [self.grads.pop(source.index) for source in derived]
         values = [source.traced() for source in derived]
         traced = [source.traced() for source in roots]
@@ -43,6 +58,9 @@ class DenseSink:
         """A factor of a parameter, or of a view of one."""
         source = param.source
         index, dtype = source.index, source.value.dtype
+        if source.uses > 1 and isinstance(factor, Outer) and not _prefers_dense(factor):
+            self.later.setdefault(index, []).append(_term(param, factor.each(Tensor.detach)))
+            return
         written, buffer = self.grads.get(index), self._buffer(index)
         if written is None and param.whole:
             grads = factor.dense(buffer)
@@ -87,6 +105,7 @@ class DenseSink:
     def result(self) -> list[Tensor]:
         """The gradients of every parameter; zeros where nothing used it."""
         for i, p in enumerate(self.params):
+            self._write(i, p)
             if i not in self.grads:
                 buffer = self._buffer(i)
                 self.grads[i] = p.new_zeros(self.n, *p.shape) if buffer is None else buffer.zero_()
@@ -109,11 +128,14 @@ def _kept_term(param: Param, factor: Factor) -> Term:
     if not isinstance(factor, Dense):  # which a backward made
         factor = factor.each(Tensor.detach)
     region, factor = _term(param, factor)
-    if not isinstance(factor, Dense):
-        held = sum(t.numel() * t.element_size() for t in factor.tensors())
-        if _plan.keeps_dense(held, len(factor) * prod(factor.shape) * factor.dtype.itemsize):
-            factor = Dense(factor.dense())
+    if not isinstance(factor, Dense) and _prefers_dense(factor):
+        factor = Dense(factor.dense())
     return Term(region, factor)
+
+
+def _prefers_dense(factor: Factor) -> bool:
+    held = sum(t.numel() * t.element_size() for t in factor.tensors())
+    return _plan.keeps_dense(held, len(factor) * prod(factor.shape) * factor.dtype.itemsize)
 
 
 class FactorSink:
@@ -163,36 +185,36 @@ class Again(BaseException):
 
 
 class NormSink(FactorSink):
-    """Squared norms, taken as factors arrive where one is all that comes; the others are kept till the end."""
+    """Norms, taken as factors arrive where one is all that comes; the others are kept till the end."""
 
     def __init__(self, params: Sequence[Tensor], n: int, hasty: bool = True) -> None:
         super().__init__(params, n)
         self.hasty = hasty
-        self.sq_norms: dict[int, Tensor] = {}
+        self.taken: dict[int, Tensor] = {}
 
     def has(self, source: Source) -> bool:
-        if source.index in self.sq_norms:
+        if source.index in self.taken:
             raise Again
         return super().has(source)
 
     def add(self, param: Param, factor: Factor, use: object = None) -> None:
         source = param.source
-        if source.index in self.sq_norms:
+        if source.index in self.taken:
             raise Again
         if self.hasty and source.uses == 1 and source.index < len(self.params) and 0 not in param.value.stride():
-            self.sq_norms[source.index] = factor.sq_norms()
+            self.taken[source.index] = factor.norms()
         else:
             super().add(param, factor, use)
 
     def add_dense(self, source: Source, grads: Tensor) -> None:
-        if source.index in self.sq_norms:
+        if source.index in self.taken:
             raise Again
         super().add_dense(source, grads)
 
     def norms(self) -> list[Tensor | None]:
-        """Squared norms (N,) of every parameter; None where all are zero."""
+        """Norms (N,) of every parameter; None where all are zero."""
         kept = self.result()
-        return [self.sq_norms.get(i) if i in self.sq_norms else k.sq_norms() for i, k in enumerate(kept)]
+        return [self.taken[i] if i in self.taken else k.norms() for i, k in enumerate(kept)]
 
 
 class SumSink:
