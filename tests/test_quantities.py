@@ -1,7 +1,10 @@
 """Norms, sums, inner products and statistics, for every case of the table: as from the loop's gradients."""
 
 import contextlib
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -751,3 +754,50 @@ def test_a_bound_that_does_not_fit_params() -> None:
         psgrad.clipped_grad(fn, params, batch, {"first": 1.0, "middle": 1.0})
     with pytest.raises(psgrad.ArgumentError, match=r"^max_norm\['last'\]=0.0 is not positive"):
         psgrad.clipped_grad(fn, params, batch, {"first": 1.0, "last": 0.0})
+
+
+# ---- memory, in a process of its own ---------------------------------------------------------------------
+
+_LARGE = """
+import ctypes, sys
+from pathlib import Path
+import torch, psgrad
+from torch import nn
+
+def status(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(x.split()[1]) / 1024 for x in lines if x.startswith(field + ":"))
+
+class Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(1_000_000, 16), nn.Linear(16, 2)
+
+    def forward(self, x):
+        return self.head(self.table(x).mean(1))
+
+if sys.argv[1] == "mlp":
+    widths = (2048, 3072, 2560, 512, 10)
+    model = nn.Sequential(*(m for a, b in zip(widths, widths[1:]) for m in (nn.Linear(a, b), nn.ReLU())))
+    batch = torch.randn(512, 2048), torch.randint(10, (512,))
+else:
+    model, batch = Table(), (torch.randint(1_000_000, (4096, 20)), torch.randint(2, (4096,)))
+fn, params = psgrad.from_module(model, nn.functional.cross_entropy)
+psgrad.clipped_grad(fn, params, tuple(t[:2] for t in batch), 1.0)  # loads what is loaded late
+ctypes.CDLL(None).malloc_trim(0)
+Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+before = status("VmRSS")
+norms = psgrad.per_sample_norms(fn, params, batch)
+step = psgrad.clipped_grad(fn, params, batch, 1.0)
+assert torch.allclose(step.norms, norms, rtol=1e-4)
+print(status("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux says how much memory a process takes")
+@pytest.mark.parametrize(("model", "bound"), [("mlp", 300), ("table", 300)])
+def test_large_models_take_little_memory(model: str, bound: float) -> None:
+    """Gradients of 32 GB and of 262 GB: norms and a clipped sum in a few hundred MB, beyond model and data."""
+    done = subprocess.run([sys.executable, "-c", _LARGE, model], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < bound
