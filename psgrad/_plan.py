@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
-WORKSPACE = 16 << 20  # bytes: what a strategy may hold at once; malloc keeps blocks of this size for reuse
+WORKSPACE = 4 << 20  # bytes: what a strategy may hold at once; malloc keeps blocks of this size for reuse
 
 
 class Plan(NamedTuple):
@@ -35,7 +35,7 @@ def keeps_dense(held: int, dense: int) -> bool:
     Where gradients are about as small as the factor (a convolution over many positions), norms need them written
     out anyway, and a weighted sum of them is cheaper than of the factor.
     """
-    return dense <= 2 * held
+    return dense <= held
 
 
 def gram_block(t: int) -> int:
