@@ -56,7 +56,9 @@ def copied(task: Task) -> tuple[nn.Module, str]:
 
 def taken(params: Mapping[str, Tensor], attribute: str) -> Grads:
     """What a peer has left on parameters, which are clean afterwards."""
-    found = {name: getattr(p, attribute) for name, p in params.items()}
+    found = {name: getattr(p, attribute, None) for name, p in params.items()}
+    if absent := [name for name, value in found.items() if value is None]:
+        raise NotImplementedError(f"no {attribute} for {len(absent)} of {len(params)} parameters, as {absent[0]}")
     for p in params.values():
         p.grad = None
         setattr(p, attribute, None)
