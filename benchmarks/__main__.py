@@ -5,12 +5,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from . import bars, compare, measured, memory, timing
 from .bars import Verdict
 from .machine import BUSY, Others
 from .measured import Measured, Record
-from .peers import BASE, PEERS
+from .peers import BASE, GROWTH, PEERS
 from .quantities import NAMES, Truth
 from .table import Table
 from .workloads import QUICK, SWEEP, SWEEP_NORMS, WORKLOADS, Point, setup
@@ -18,8 +19,7 @@ from .workloads import QUICK, SWEEP, SWEEP_NORMS, WORKLOADS, Point, setup
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
-    about = setup() | {"rounds": args.rounds}
-    run = Run(args)
+    run = Run(args, setup() | {"rounds": args.rounds})
     for quantity in args.quantity:
         run.table(quantity)
     missed = [verdict for verdict in run.verdicts if not verdict.met]
@@ -27,8 +27,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"\n{len(run.verdicts) - len(missed)} of {len(run.verdicts)} bars met")
     for verdict in missed:
         print(f"{verdict.kind} of {verdict.quantity}, {verdict.workload}: {verdict}")
-    if args.json:
-        measured.write(args.json, about, run.records, [verdict.figures() for verdict in run.verdicts])
     if args.against:
         print("\n".join([f"\nagainst {args.against}:", *compare.compare(run.records, measured.read(args.against))]))
     if args.plots:
@@ -43,7 +41,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--quantity", type=among(NAMES), help=f"some of {', '.join(NAMES)}, with commas (all)")
     add("--only", type=among(WORKLOADS), help=f"some of {', '.join(WORKLOADS)} (all)")
-    add("--peers", type=among(PEERS), help=f"some of {', '.join(PEERS)} (all; {BASE} always)")
+    add("--peers", type=among(PEERS), help=f"some of {', '.join(PEERS)} (all; for --sweep {', '.join(GROWTH)})")
     add("--rounds", type=positive, help="turns of each contender (30)")
     add("--quick", action="store_true", help=f"3 rounds of {', '.join(QUICK)}, and less patience with slow ones")
     add("--memory", action="store_true", help="peak memory in place of time (of grads and clipped)")
@@ -54,6 +52,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.rounds = args.rounds or (3 if args.quick else 30)
     args.patience = 1.0 if args.quick else 20.0
+    args.peers = args.peers or list(GROWTH if args.sweep else PEERS)
     args.quantity = args.quantity or [name for name in NAMES if wanted(name, args)]
     return args
 
@@ -95,8 +94,8 @@ def points(args: argparse.Namespace, quantity: str) -> list[Point]:
 class Run:
     """What has been measured so far; right answers are worked out once for all quantities."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
+    def __init__(self, args: argparse.Namespace, about: dict[str, Any]) -> None:
+        self.args, self.about = args, about
         self.kind = "memory" if args.memory else "time"
         self.truths: dict[Point, Truth] = {}
         self.records: list[Record] = []
@@ -104,8 +103,8 @@ class Run:
 
     def table(self, quantity: str) -> None:
         """Measure a quantity, and print a row as soon as there is one."""
-        chosen = self.args.peers or list(PEERS)
-        peers = [peer for name, peer in PEERS.items() if quantity in peer.offers and (name in chosen or name == BASE)]
+        chosen = {BASE, *self.args.peers}
+        peers = [peer for name, peer in PEERS.items() if name in chosen and quantity in peer.offers]
         table = Table(self.kind, quantity, [peer.name for peer in peers])
         for point in points(self.args, quantity):
             progress(f"{quantity} {point.label}")
@@ -131,6 +130,9 @@ class Run:
         for name, m in found.items():
             ratio = m.best / base if m.best is not None and base else None
             self.records.append(Record(self.kind, quantity, point.label, n, name, m, ratio))
+        if self.args.json:  # after each row: a run that is stopped keeps what it has
+            figures = [verdict.figures() for verdict in self.verdicts]
+            measured.write(self.args.json, self.about, self.records, figures)
 
 
 def progress(where: str = "", doing: str = "") -> None:

@@ -12,7 +12,7 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 
 from .measured import Record, read
-from .peers import BASE, OURS, PEERS
+from .peers import BASE, GROWTH, OURS, PEERS
 from .quantities import NAMES
 from .workloads import SWEEP, WORKLOADS
 
@@ -22,7 +22,6 @@ TITLES = {
     "clipped": "sum of clipped gradients",
     "gram": "inner products",
 }
-GROWTH = ("psgrad", "vmap(grad)", "Opacus ghost", BASE)  # who is in the picture of memory against samples
 COLORS = {
     "batch": "#555555",
     "loop": "#a6a6a6",

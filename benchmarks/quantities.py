@@ -13,7 +13,9 @@ from .workloads import Task
 
 Grads = dict[str, Tensor]
 
-TOLERANCE = 1e-3  # relative; float32 over some ten thousand terms is well inside, a wrong answer is not
+# Relative. Rounding decides whether a relu's input of 1e-7 is positive: one such unit moves the mean gradient of 256
+# samples by 2e-3. A wrong answer is wrong by far more.
+TOLERANCE = 1e-2
 FEW = 3  # samples whose inner products are checked
 
 

@@ -7,7 +7,7 @@ from .measured import NOT_INSTALLED, Measured
 from .peers import BASE
 from .workloads import Point, Task
 
-NAME, COLUMN = 14, 17
+NAME, COLUMN = 14, 18
 
 
 class Table:
@@ -17,11 +17,11 @@ class Table:
         self.kind, self.contenders = kind, [name for name in contenders if name != BASE]
         self.notes: list[str] = []
         self.remarks: dict[str, None] = {}
-        what = "times" if kind == "time" else "peak memory of a call beyond model and data,"
-        shown = "the minimum (median/minimum)" if kind == "time" else "in MB (ratio)"
-        print(f"\n{quantity}: {what} as ratios to {BASE}, {shown}\n")
-        unit = "ms" if kind == "time" else "MB"
-        busy = "  others' CPU" if kind == "time" else ""
+        if kind == "time":
+            what, unit, busy = f"time over that of {BASE}, minimum (median/minimum)", "ms", "  others' CPU"
+        else:
+            what, unit, busy = f"peak MB of a call beyond model and data (over that of {BASE})", "MB", ""
+        print(f"\n{quantity}: {what}\n")
         print(line("workload", "N", f"{BASE} {unit}", *self.contenders) + f"{busy}  bar")
 
     def row(

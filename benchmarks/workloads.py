@@ -144,7 +144,9 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         places = torch.arange(tokens.shape[1])
-        x = self.token(tokens) + self.position(places.expand_as(tokens).clone() if self.per_sample_positions else places)
+        x = self.token(tokens) + self.position(
+            places.expand_as(tokens).clone() if self.per_sample_positions else places
+        )
         return self.head(self.norm(self.blocks(x)))
 
 
@@ -184,7 +186,7 @@ WORKLOADS: dict[str, tuple[int, Callable[..., Task]]] = {
 }
 
 
-QUICK = ("mlp-tiny", "mlp", "resnet", "gpt")
+QUICK = ("mlp-tiny", "conv1d", "gpt")
 
 
 class Point(NamedTuple):

@@ -20,3 +20,4 @@ PEERS: dict[str, Peer] = {
     )
 }
 BASE, OURS = batch.PEER.name, (ours.FRESH.name, ours.REUSED.name)
+GROWTH = (BASE, vmap.PEER.name, opacus.GHOST.name, ours.FRESH.name)  # whose cost is followed from size to size
