@@ -57,25 +57,28 @@ def times(records: Sequence[Record]) -> Any:
     workloads = [w for w in WORKLOADS if any(r.workload == w for r in shown)][::-1]
     if not shown:
         return None
-    size = (1.6 + 3.6 * len(quantities), 1.9 + 0.42 * len(workloads))
-    figure, panels = plt.subplots(1, len(quantities), figsize=size, sharey=True, squeeze=False, layout="constrained")
-    for panel, quantity in zip(panels[0], quantities, strict=True):
+    columns, rows = min(2, len(quantities)), -(-len(quantities) // 2)
+    size = (1.4 + 4.6 * columns, 1.0 + rows * (0.9 + 0.32 * len(workloads)))
+    figure, grid = plt.subplots(rows, columns, figsize=size, sharey=True, squeeze=False, layout="constrained")
+    panels = grid.flatten()
+    for panel in panels[len(quantities) :]:
+        panel.set_visible(False)
+    for panel, quantity in zip(panels, quantities, strict=False):
         for name in PEERS:
             found = [r for r in shown if r.quantity == quantity and r.contender == name]
             panel.plot([r.ratio for r in found], [workloads.index(r.workload) for r in found], **dot(name))
         panel.axvline(1, color=COLORS[BASE], linewidth=1, zorder=0)
         panel.set(title=TITLES[quantity], xscale="log", yticks=range(len(workloads)), yticklabels=workloads)
         panel.set_ylim(-0.6, len(workloads) - 0.4)
-        panel.xaxis.set_major_locator(mpl.ticker.LogLocator(subs=(1, 2, 5)))
-        panel.xaxis.set_major_formatter(plain)
-        panel.xaxis.set_minor_formatter(mpl.ticker.NullFormatter())
-        panel.tick_params(axis="x", labelsize=8, labelrotation=45)
+        logarithmic(panel.xaxis)
+        panel.tick_params(axis="x", labelsize=8)
+        panel.tick_params(axis="y", length=0)
         panel.grid(axis="both", color="#e6e6e6", linewidth=0.7)
         panel.set_axisbelow(True)
         panel.spines[["top", "right", "left"]].set_visible(False)
     figure.supxlabel("time over that of the ordinary batch gradient (log scale; left is faster)", fontsize=10)
-    handles = {line.get_label(): line for panel in panels[0] for line in panel.lines if len(line.get_xdata())}
-    legend(figure, {name: handles[name] for name in PEERS if name in handles})
+    handles = {line.get_label(): line for panel in panels for line in panel.lines if len(line.get_xdata())}
+    legend(figure, {name: handles[name] for name in PEERS if name in handles}, columns=3 + 2 * (columns > 1))
     return figure
 
 
@@ -103,15 +106,14 @@ def memory(records: Sequence[Record]) -> Any:
             style = dot(name) | {"linestyle": "--" if name == BASE else "-", "marker": "o", "markersize": 5}
             panel.plot([r.n for r in found], [(r.measured.best or 0) / 1e6 for r in found], **style)
         panel.set(title=workload, xscale="log", yscale="log", xlabel="samples")
+        logarithmic(panel.yaxis)
         panel.set_xticks(sorted({r.n for r in shown}))
-        for axis in (panel.xaxis, panel.yaxis):
-            axis.set_major_formatter(plain)
-            axis.set_minor_formatter(mpl.ticker.NullFormatter())
+        panel.xaxis.set_major_formatter(plain)
         panel.minorticks_off()
         panel.grid(color="#e6e6e6", linewidth=0.7)
         panel.spines[["top", "right"]].set_visible(False)
     panels[0][0].set_ylabel("peak MB of a sum of clipped gradients")
-    legend(figure, {line.get_label(): line for line in panels[0][0].lines})
+    legend(figure, {line.get_label(): line for line in panels[0][0].lines}, columns=len(GROWTH))
     return figure
 
 
@@ -123,10 +125,16 @@ def plain(value: float, _: object = None) -> str:
     return f"{value:g}"
 
 
-def legend(figure: Any, handles: dict[str, Any]) -> None:
-    figure.legend(
-        handles.values(), handles.keys(), loc="outside upper center", ncols=len(handles), frameon=False, fontsize=9
-    )
+def logarithmic(axis: Any) -> None:
+    """Ticks at 1, 2, 5, 10, as plain numbers."""
+    axis.set_major_locator(mpl.ticker.LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(plain)
+    axis.set_minor_formatter(mpl.ticker.NullFormatter())
+
+
+def legend(figure: Any, handles: dict[str, Any], columns: int) -> None:
+    style = {"loc": "outside upper center", "ncols": columns, "frameon": False, "fontsize": 9}
+    figure.legend(handles.values(), handles.keys(), **style)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
