@@ -4,7 +4,7 @@ Convolutions run with the channels first and last, and the faster counts. JAX ta
 """
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -52,13 +52,21 @@ def compiled(task: Task, quantity: str, channels_last: bool) -> Ready:
     return Ready(lambda: jax.block_until_ready(run(params, inputs, target)), read)
 
 
-@lru_cache(maxsize=1)
+LAYOUTS: dict[Any, bool] = {}
+
+
 def channels_last(task: Task) -> bool:
-    """Whether per-sample gradients are faster with the channels last."""
+    """Whether per-sample gradients are faster with the channels last, tried once for an architecture.
+
+    Whatever the number of samples: a call that has run at full size keeps memory, which would not show at its peak.
+    """
     if not any(isinstance(module, torch.nn.modules.conv._ConvNd) for module in task.model.modules()):
         return False
-    first, last = (quickest(compiled(task, "grads", last).call) for last in (False, True))
-    return last < first
+    key = task.inputs.shape[1:], *((name, p.shape) for name, p in task.params.items())
+    if key not in LAYOUTS:
+        first, last = (quickest(compiled(task, "grads", last).call) for last in (False, True))
+        LAYOUTS[key] = last < first
+    return LAYOUTS[key]
 
 
 def quickest(call: Callable[[], Any]) -> float:
