@@ -1,6 +1,6 @@
 # make demo   a minute with psgrad: trains, shows, checks, times
 # make test   lint, types, tests, doctests, notebooks
-# make bench  psgrad beside vmap(grad)
+# make bench  psgrad beside its peers: tables, figures and pictures in build/bench; ARGS="--quick" for a first look
 # make clean  removes the environment and every cache
 
 PYTHON ?= python3
@@ -22,8 +22,8 @@ test: .venv/.dev
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n 2
 
-bench: .venv/.demo
-	$(BIN)/python -m benchmarks
+bench: .venv/.bench
+	$(BIN)/python -m benchmarks --json build/bench/times.json --plots build/bench $(ARGS)
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
@@ -45,4 +45,9 @@ $(BIN)/python:
 
 .venv/.dev: pyproject.toml constraints.txt .venv/.torch
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev]"
+	touch $@
+
+.venv/.bench: pyproject.toml constraints.txt .venv/.torch
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[bench]"
+	$(BIN)/python -m pip install -q -c constraints.txt --no-deps backpack-for-pytorch
 	touch $@

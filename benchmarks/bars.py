@@ -1,25 +1,68 @@
-"""The bars: what a contender's time may be, as a ratio to another's in the same run."""
+"""The bars: what a contender may take, as a ratio to another's in the same run."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .measured import Measured
 
 
 @dataclass(frozen=True)
 class Bar:
-    """`contender` takes at most `limit` times as long as `base`."""
+    """`contender` takes at most `limit` times what `base` takes."""
 
     limit: float
     contender: str = "psgrad"
     base: str = "batch"
 
 
-GRADS: dict[str, Bar] = {
-    "mlp-tiny": Bar(3.0),
-    "mlp": Bar(0.30, "psgrad out=", "vmap(grad)"),  # nearly all of it is writing N x P floats
-    "resnet": Bar(1.35),
-    "resnet-wide": Bar(1.25),
-    "instance": Bar(1.25),
-    "conv1d": Bar(1.15),
-    "conv3d": Bar(1.4),
-    "gpt": Bar(1.12),
-    "lstm": Bar(3.0),
+def each(**limits: float) -> dict[str, Bar]:
+    return {name.replace("_", "-"): Bar(limit) for name, limit in limits.items()}
+
+
+# (kind, quantity): workload: bar. mlp's gradients are nearly all writing N x P floats: held against vmap(grad).
+BARS: dict[tuple[str, str], dict[str, Bar]] = {
+    ("time", "grads"): {"mlp": Bar(0.30, "psgrad out=", "vmap(grad)")}
+    | each(mlp_tiny=3.0, resnet=1.35, resnet_wide=1.25, instance=1.25, conv1d=1.15, conv3d=1.4, gpt=1.12, lstm=3.0),
+    ("time", "norms"): each(
+        mlp_tiny=2.5, mlp=1.05, resnet=1.3, resnet_wide=1.2, instance=1.2, conv1d=1.1, conv3d=1.35, gpt=1.15, lstm=3.0
+    ),
+    ("time", "clipped"): each(
+        mlp_tiny=3.0, mlp=1.15, resnet=1.4, resnet_wide=1.3, instance=1.3, conv1d=1.2, conv3d=1.45, gpt=1.3, lstm=3.2
+    ),
+    ("memory", "clipped"): each(
+        mlp=1.3, resnet=1.3, resnet_wide=1.3, instance=1.3, conv1d=1.3, conv3d=1.3, gpt=1.3, lstm=1.5
+    ),
 }
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a workload stands to its bar."""
+
+    kind: str
+    quantity: str
+    workload: str
+    bar: Bar
+    ratio: float | None  # None: a contender failed
+    met: bool
+
+    def __str__(self) -> str:
+        bar = self.bar
+        if self.ratio is None:
+            return f"bar {bar.limit:.2f}: MISSED, nothing to compare"
+        how = "met" if self.met else f"MISSED by {self.ratio / bar.limit - 1:.0%}"
+        return f"{bar.contender} {self.ratio:.2f} of {bar.base}, bar {bar.limit:.2f}: {how}"
+
+    def figures(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def judge(kind: str, quantity: str, workload: str, measured: Mapping[str, Measured]) -> Verdict | None:
+    """The verdict on a workload; None where it has no bar, or a side of it was not to run."""
+    bar = BARS.get((kind, quantity), {}).get(workload)
+    if bar is None or bar.contender not in measured or bar.base not in measured:
+        return None
+    ours, base = measured[bar.contender].best, measured[bar.base].best
+    ratio = ours / base if ours is not None and base else None
+    return Verdict(kind, quantity, workload, bar, ratio, ratio is not None and ratio <= bar.limit)

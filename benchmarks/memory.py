@@ -5,43 +5,45 @@ import json
 import subprocess
 import sys
 import warnings
-from functools import partial
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from pathlib import Path
 
-import psgrad
-
-from . import contenders
-from .timing import describe
-from .workloads import make, setup
-
-CHUNK = 8
-CHUNKED = f"psgrad chunk_size={CHUNK}"
-NAMES = ("batch", "vmap(grad)", "psgrad")
-CONTENDERS = {name: contenders.GRADS[name] for name in NAMES} | {CHUNKED: partial(contenders.fresh, chunk_size=CHUNK)}
+from .measured import Measured, describe
+from .peers import PEERS
+from .peers.peer import Peer
+from .workloads import Point, setup
 
 
-def peak(workload: str, contender: str, n: int | None = None) -> float | str:
-    """Bytes at the peak of one call beyond what was there before it, or the error it raised."""
-    command = [sys.executable, "-m", "benchmarks.memory", workload, contender, *([] if n is None else [str(n)])]
+def measure(point: Point, quantity: str, peers: Iterable[Peer], progress: Callable[[str], None]) -> dict[str, Measured]:
+    """Bytes at the peak of one call of each contender beyond what was there before it."""
+    found = {}
+    for peer in peers:
+        progress(peer.name)
+        found[peer.name] = peak(point, quantity, peer.name)
+    return found
+
+
+def peak(point: Point, quantity: str, contender: str) -> Measured:
+    command = [sys.executable, "-m", "benchmarks.memory", json.dumps([point, quantity, contender])]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-    answer: float | str = json.loads(done.stdout)
-    return answer
+    if done.returncode != 0:  # killed, most likely, for want of memory
+        return Measured(error=(done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:110])
+    return Measured(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def child(workload: str, contender: str, n: int | None) -> float:
+def child(point: Point, quantity: str, contender: str) -> Measured:
     """The measurement, in this process."""
-    setup()
-    CONTENDERS[contender](make(workload, 1))()  # loads lazy imports and kernels
-    call = CONTENDERS[contender](make(workload, n))
+    make = PEERS[contender].offers[quantity]
+    make(point.make(n=1)).call()  # loads lazy imports and kernels
+    ready = make(point.make())
     ctypes.CDLL(None).malloc_trim(0)  # freed heap would be reused without showing
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
     before = status("VmRSS")
-    result = call()
+    result = ready.call()
     after = status("VmHWM")
     del result
-    return after - before
+    return Measured(after - before, turns=1, mark="*" if ready.note else "", note=ready.note)
 
 
 def status(field: str) -> float:
@@ -51,10 +53,11 @@ def status(field: str) -> float:
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("ignore", psgrad.FallbackWarning)
-    answer: float | str
+    warnings.simplefilter("ignore")
+    setup()
+    where, what, who = json.loads(sys.argv[1])
     try:
-        answer = child(sys.argv[1], sys.argv[2], int(sys.argv[3]) if len(sys.argv) > 3 else None)
+        answer = child(Point(*where), what, who)
     except Exception as error:
-        answer = describe(error)
-    print(json.dumps(answer))
+        answer = Measured(error=describe(error, PEERS[who].package))
+    print(json.dumps(asdict(answer)))

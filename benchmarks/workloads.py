@@ -1,18 +1,21 @@
 """The workloads: one function each, from a number of samples to a model, a loss and a batch; a table below."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import psgrad
+
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Task:
     """A model, a loss that averages over its batch, and a batch with the samples along axis 0."""
 
@@ -26,10 +29,17 @@ class Task:
         """The parameters by name, a tied one once."""
         return dict(self.model.named_parameters())
 
-    @property
-    def result_bytes(self) -> int:
-        """The size of all per-sample gradients."""
-        return len(self.inputs) * sum(p.nbytes for p in self.params.values())
+    @cached_property
+    def max_norm(self) -> float:
+        """A bound that clips about half of the samples: the median norm of a few gradients."""
+        few = (self.inputs[:8], self.target[:8])
+        grads = psgrad.testing.loop_grads(*psgrad.from_module(self.model, self.loss), few)
+        return float(sum(g.flatten(1).square().sum(1) for g in grads.values()).median().sqrt())
+
+    def losses(self, output: Tensor) -> Tensor:
+        """The loss of each sample; their mean is `loss`."""
+        each = F.cross_entropy(output.flatten(0, -2), self.target.flatten(), reduction="none")
+        return each.view(len(output), -1).mean(1)
 
 
 def classify(model: nn.Module, n: int, *shape: int, classes: int = 10) -> Task:
@@ -125,6 +135,7 @@ class GPT(nn.Module):
 
     def __init__(self, vocabulary: int, length: int, width: int, heads: int, depth: int, tied: bool) -> None:
         super().__init__()
+        self.per_sample_positions = False  # what peers need that take the first axis of an index for the samples
         self.token, self.position = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
@@ -132,7 +143,10 @@ class GPT(nn.Module):
             self.head.weight = self.token.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.token(tokens) + self.position(torch.arange(tokens.shape[1]))
+        places = torch.arange(tokens.shape[1])
+        x = self.token(tokens) + self.position(
+            places.expand_as(tokens).clone() if self.per_sample_positions else places
+        )
         return self.head(self.norm(self.blocks(x)))
 
 
@@ -158,7 +172,7 @@ def lstm(n: int) -> Task:
 
 
 # name: (samples, task); a new workload is a function above and a line here.
-WORKLOADS: dict[str, tuple[int, Callable[[int], Task]]] = {
+WORKLOADS: dict[str, tuple[int, Callable[..., Task]]] = {
     "mlp-tiny": (64, mlp_tiny),
     "mlp": (256, mlp),
     "resnet": (64, resnet),
@@ -172,14 +186,35 @@ WORKLOADS: dict[str, tuple[int, Callable[[int], Task]]] = {
 }
 
 
-def make(name: str, n: int | None = None) -> Task:
-    """A workload's task, the same every time; `n` samples in place of its own number."""
-    torch.manual_seed(0)
-    samples, task = WORKLOADS[name]
-    return task(samples if n is None else n)
+QUICK = ("mlp-tiny", "conv1d", "gpt")
+
+
+class Point(NamedTuple):
+    """A workload at a size; None: its own."""
+
+    workload: str
+    n: int | None = None
+    length: int | None = None
+
+    @property
+    def label(self) -> str:
+        sizes = {"N": self.n, "T": self.length}
+        return " ".join([self.workload, *(f"{letter}={size}" for letter, size in sizes.items() if size is not None)])
+
+    def make(self, n: int | None = None) -> Task:
+        """The task, the same every time."""
+        torch.manual_seed(0)
+        samples, task = WORKLOADS[self.workload]
+        options = {} if self.length is None else {"length": self.length}
+        return task(n or self.n or samples, **options)
+
+
+# How cost grows: with samples, and for norms with the length of sequences.
+SWEEP = [Point(workload, n) for workload in ("mlp", "resnet") for n in (1, 8, 64, 512)]
+SWEEP_NORMS = [Point("gpt", length=length) for length in (32, 64, 128, 256, 512, 1024)]
 
 
 def setup() -> dict[str, Any]:
     """The settings that every measurement shares, and what to say about them."""
     torch.set_num_threads(2)
-    return {"torch": torch.__version__, "dtype": "float32", "threads": 2}
+    return {"torch": torch.__version__, "dtype": "float32", "threads": 2, "cores": os.cpu_count()}

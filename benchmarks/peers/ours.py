@@ -1,0 +1,43 @@
+"""psgrad: each quantity by its own function; gradients fresh, and into buffers that are there."""
+
+from collections.abc import Callable
+from typing import Any
+
+import psgrad
+
+from ..workloads import Task
+from .peer import Make, Peer, Ready
+
+
+def offer(quantity: Callable[..., Any]) -> Make:
+    def make(task: Task) -> Ready:
+        fn, params = psgrad.from_module(task.model, task.loss)
+        return Ready(lambda: quantity(fn, params, (task.inputs, task.target)))
+
+    return make
+
+
+def clipped(task: Task) -> Ready:
+    (fn, params), max_norm = psgrad.from_module(task.model, task.loss), task.max_norm
+    return Ready(
+        lambda: psgrad.clipped_grad(fn, params, (task.inputs, task.target), max_norm),
+        read=lambda answer: answer.grad,
+    )
+
+
+def reused(task: Task) -> Ready:
+    fn, params = psgrad.from_module(task.model, task.loss)
+    out = {name: p.new_zeros(len(task.inputs), *p.shape) for name, p in params.items()}
+    return Ready(lambda: psgrad.per_sample_grads(fn, params, (task.inputs, task.target), out=out))
+
+
+FRESH = Peer(
+    "psgrad",
+    {
+        "grads": offer(psgrad.per_sample_grads),
+        "norms": offer(psgrad.per_sample_norms),
+        "clipped": clipped,
+        "gram": offer(psgrad.gram),
+    },
+)
+REUSED = Peer("psgrad out=", {"grads": reused})

@@ -1,0 +1,178 @@
+"""The benchmark command: its table, its JSON, its comparison, its bars; not its times."""
+
+import json
+import re
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import __main__ as command
+from benchmarks import compare, measured, memory
+from benchmarks.measured import Measured, Record
+from benchmarks.peers import PEERS
+from benchmarks.peers.peer import Peer, Ready
+from benchmarks.quantities import NAMES, Truth
+from benchmarks.workloads import WORKLOADS, Point, Task
+
+TINY = ["--only", "mlp-tiny", "--rounds", "1"]
+OTHERS = ("opacus", "backpack", "jax")
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests share their cores."""
+    monkeypatch.setattr(command, "setup", dict)
+
+
+class Absent:
+    """A finder of modules before all others, for which some packages are not there."""
+
+    @staticmethod
+    def find_spec(name: str, *_: object) -> None:
+        if name.partition(".")[0] in OTHERS:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+@pytest.fixture
+def nobody_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] in OTHERS]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Absent, *sys.meta_path])
+
+
+def contender(monkeypatch: pytest.MonkeyPatch, quantity: str, make: Callable[[Task], Ready]) -> None:
+    """Puts another contender in psgrad's place."""
+    ours = PEERS["psgrad"]
+    monkeypatch.setitem(PEERS, "psgrad", Peer("psgrad", {**ours.offers, quantity: make}))
+
+
+def delayed(task: Task) -> Ready:
+    norms = PEERS["vmap(grad)"].offers["norms"](task).call
+
+    def call() -> Any:
+        time.sleep(0.05)
+        return norms()
+
+    return Ready(call)
+
+
+@pytest.mark.usefixtures("nobody_installed")
+def test_every_quantity_has_a_table_and_absent_peers_say_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "new" / "results.json"
+    code = command.main([*TINY, "--json", str(file)])
+    printed = capsys.readouterr().out
+    for quantity in NAMES:
+        columns = [name for name, peer in PEERS.items() if quantity in peer.offers]
+        heading = " +".join(["workload +N", "batch ms", *map(re.escape, columns[1:]), "others' CPU", "bar"])
+        row = re.search(rf"^{quantity}: .*\n\n{heading}\n(mlp-tiny .*)\n", printed, re.M)[1]
+        assert row.count("not installed") == sum(PEERS[name].package != "" for name in columns)
+        assert "failed" not in row
+    content = json.loads(file.read_text())
+    assert code == int(any(not bar["met"] for bar in content["bars"]))
+    assert {bar["quantity"] for bar in content["bars"]} == {"grads", "norms", "clipped"}
+    for record in measured.read(file):
+        absent = PEERS[record.contender].package != ""
+        assert (record.measured.error == measured.NOT_INSTALLED) == absent
+        assert (record.ratio is None) == absent
+
+
+def test_a_slow_contender_misses_its_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    contender(monkeypatch, "norms", delayed)
+    assert command.main([*TINY, "--quantity", "norms", "--peers", "psgrad"]) == 1
+    assert "\n0 of 1 bars met\ntime of norms, mlp-tiny: psgrad " in capsys.readouterr().out
+
+
+def test_a_fast_contender_meets_its_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def instant(task: Task) -> Ready:
+        norms = Truth(task).looped[0]
+        return Ready(lambda: norms)
+
+    contender(monkeypatch, "norms", instant)
+    assert command.main([*TINY, "--quantity", "norms", "--peers", "psgrad"]) == 0
+    assert "\n1 of 1 bars met\n" in capsys.readouterr().out
+
+
+def test_a_wrong_answer_is_a_failure_and_misses_the_bar(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contender(monkeypatch, "norms", lambda task: Ready(lambda: torch.ones(len(task.inputs))))
+    assert command.main([*TINY, "--quantity", "norms", "--peers", "psgrad"]) == 1
+    printed = capsys.readouterr().out
+    assert re.search(r"^\[1\] psgrad: AssertionError: wrong norms: off by ", printed, re.M)
+    assert "bar 2.50: MISSED, nothing to compare" in printed
+
+
+@pytest.mark.parametrize("quantity", NAMES)
+def test_wrong_answers_are_found(quantity: str) -> None:
+    truth = Truth(Point("mlp-tiny", n=5).make())
+    right = PEERS["vmap(grad)"].offers[quantity](truth.task).call()
+    truth.check(quantity, right)
+    wrong = {**right, "0.bias": right["0.bias"].roll(1, 0)} if isinstance(right, dict) else right.roll(1, 0)
+    with pytest.raises(AssertionError, match="wrong"):
+        truth.check(quantity, wrong)
+
+
+def record(contender: str, ratio: float | None, error: str = "") -> Record:
+    best = None if ratio is None else ratio * 0.5
+    return Record("time", "norms", "mlp", 256, contender, Measured(best, 1.0, 3, error), ratio)
+
+
+def test_a_comparison_says_what_changed(tmp_path: Path) -> None:
+    old = [record("psgrad", 1.0), record("loop", 5.0), record("vmap(grad)", 2.0), record("Opacus", 2.0)]
+    old += [record("JAX", 1.0), record("BackPACK", None, "refused")]
+    new = [record("psgrad", 1.3), record("loop", 4.0), record("vmap(grad)", 2.1), record("Opacus", None, "broke")]
+    new += [record("JAX", None, measured.NOT_INSTALLED), record("BackPACK", 1.0)]
+    file = tmp_path / "old.json"
+    measured.write(file, {"torch": "2"}, old, [])
+    assert measured.read(file) == old
+    assert compare.compare(new, measured.read(file)) == [
+        "FAILS   time, norms, mlp, Opacus: broke",
+        "WORSE   time, norms, mlp, psgrad: 1.00 -> 1.30 (+30%)",
+        "better  time, norms, mlp, loop: 5.00 -> 4.00 (-20%)",
+        "4 figures in both runs, 1 the same within 10%",
+    ]
+
+
+def test_the_command_compares_with_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file, chosen = tmp_path / "old.json", [*TINY, "--quantity", "norms", "--peers", "psgrad"]
+    command.main([*chosen, "--json", str(file)])
+    faster = [
+        replace(r, ratio=r.ratio / 1000) if r.ratio and r.contender == "psgrad" else r for r in measured.read(file)
+    ]
+    measured.write(file, {}, faster, [])
+    command.main([*chosen, "--against", str(file)])
+    printed = capsys.readouterr().out
+    assert "WORSE   time, norms, mlp-tiny, psgrad: " in printed
+    assert "2 figures in both runs, 1 the same within 10%" in printed
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
+def test_memory_is_measured_in_a_fresh_process() -> None:
+    found = memory.peak(Point("mlp-tiny", n=4096), "grads", "psgrad")
+    size = 4096 * 4 * sum(p.numel() for p in Point("mlp-tiny").make().params.values())
+    assert found.best is not None
+    assert size < found.best < 4 * size
+
+
+def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["--only", "mlp,nosuch"])
+    assert f"nosuch: not among {', '.join(WORKLOADS)}" in capsys.readouterr().err
+
+
+def test_pictures_are_drawn(tmp_path: Path) -> None:
+    plot = pytest.importorskip("benchmarks.plot", reason="matplotlib is not installed")
+    grown = [
+        Record("memory", "clipped", f"mlp N={n}", n, name, Measured(1e6 * n), 1.0)
+        for n in (1, 8)
+        for name in ("batch", "psgrad")
+    ]
+    old = [record("psgrad", 1.0), record("JAX", None, "broke")]
+    assert plot.draw([*old, *grown], tmp_path) == [tmp_path / "times.png", tmp_path / "memory.png"]
+    assert plot.draw([], tmp_path) == []
