@@ -77,9 +77,7 @@ def run(
         _looped(problem, sink, take, None if quiet else reason)
     else:
         if len(found.groups) > max(8, problem.n // 2) and not quiet:
-            _warn(
-                f"psgrad runs fn on {len(found.groups)} groups of {problem.n} samples, which disagree at {found.where}"
-            )
+            _warn(f"psgrad splits {problem.n} samples into {len(found.groups)} groups, which disagree at {found.where}")
         for index in found.groups:  # each on its own
             run(problem.rows(index), sink, partial(_take_of, take, index), quiet=quiet, writes=writes)
 

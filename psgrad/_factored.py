@@ -1,6 +1,6 @@
 """FactoredGrads: per-sample gradients that are not written out, and what can be asked of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from math import prod
@@ -144,17 +144,19 @@ class FactoredGrads:
 
     def _weights(self, weights: Any) -> Tensor:
         if not isinstance(weights, Tensor) or tuple(weights.shape) != (self._n,):
-            what = f"shape {tuple(weights.shape)}" if isinstance(weights, Tensor) else f"a {type(weights).__name__}"
-            raise ArgumentError(f"weights has {what}, not shape ({self._n},)\n  give one number per sample.")
+            what = (
+                f"has shape {tuple(weights.shape)}" if isinstance(weights, Tensor) else f"is a {type(weights).__name__}"
+            )
+            raise ArgumentError(f"weights {what}, not a tensor of shape ({self._n},)\n  give one number per sample.")
         return weights.detach().to(self._metas[0].device)
 
     def _sums(self, weights: Sequence[Tensor] | None) -> list[Tensor]:
         """Sums of the gradients of each parameter with its own weights, in the dtype for sums."""
         totals: list[Tensor | None] = [None] * len(self._metas)
-        self.add_sums(weights, totals)
+        self._add_sums(weights, totals)
         return [meta.new() if t is None else t for t, meta in zip(totals, self._metas, strict=True)]
 
-    def add_sums(self, weights: Sequence[Tensor] | None, totals: list[Tensor | None], counted: bool = False) -> None:
+    def _add_sums(self, weights: Sequence[Tensor] | None, totals: list[Tensor | None], counted: bool = False) -> None:
         """The same, added to `totals`. `counted`: no weight is 0, or it does not matter."""
         for block in self._blocks:
             chosen: dict[int, tuple[Tensor, Tensor | None]] = {}  # most parameters share their weights
@@ -216,6 +218,9 @@ class FactoredGrads:
                     out.index_copy_(0, block.index, rows)
             leaves.append(out)
         return self._tree(leaves)
+
+    def __iter__(self) -> "Iterator[FactoredGrads]":
+        return (self[i] for i in range(self._n))
 
     def __getitem__(self, index: Any) -> "FactoredGrads":
         """The gradients of some samples: an int (kept as one sample), a slice, indices or a mask."""
@@ -288,7 +293,7 @@ def refuse_nonfinite(norms: Tensor) -> None:
     if bad:
         shown = ", ".join(map(str, bad[:10])) + (f", ... ({len(bad)} in all)" if len(bad) > 10 else "")
         raise ArgumentError(
-            f"the gradients of samples {shown} are not finite\n"
+            f"the gradients of {'samples' if len(bad) > 1 else 'sample'} {shown} are not finite\n"
             '  leave them out with nonfinite="zero", or let them through with nonfinite="propagate".'
         )
 

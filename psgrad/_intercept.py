@@ -48,6 +48,7 @@ from ._pure import PURE, VIEWS
 from ._registry import RULES, Call, Composite, Decline, Entry, Fold, Needs, Rule
 
 _hooked = _checkpoint.hooked
+_TRUTHS = (torch.Tensor.__bool__, torch.is_nonzero)
 
 
 class Sink(Protocol):
@@ -507,7 +508,8 @@ class Intercept(TorchFunctionMode):
         if ft.current_level() != self.level or not ft.is_batched(t, self.level):
             return func(*args, **kwargs)
         rows = ft.lower(t, self.n, self.level).detach()
-        _split(rows.reshape(self.n, -1))
+        flat = rows.reshape(self.n, -1)
+        _split(flat != 0 if func in _TRUTHS else flat.trunc() if func is torch.Tensor.__int__ else flat)
         return func(rows[0], *args[1:], **kwargs)
 
 

@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import optree
@@ -43,7 +43,8 @@ def from_module(model: torch.nn.Module, loss: Callable[[Any, Any], Tensor]) -> t
       normalises each sample by its own statistics and leaves its running statistics alone.
 
     Args:
-        model: any module; it is not changed, and later changes of its parameters do not reach `params`.
+        model: any module; it is not changed. `params` shares the memory of its parameters: updates in place, as
+            by torch.optim, are seen by both.
         loss: called as `loss(output, target)`, each with a leading axis of 1.
 
     Returns:
@@ -57,6 +58,8 @@ def from_module(model: torch.nn.Module, loss: Callable[[Any, Any], Tensor]) -> t
         raise ArgumentTypeError(
             f"model is a {type(model).__name__}, not a torch.nn.Module\n  write fn(params, sample) -> loss yourself."
         )
+    if isinstance(loss, type):
+        raise ArgumentTypeError(f"loss is the class {loss.__name__}\n  give an instance: {loss.__name__}().")
     if not callable(loss):
         raise ArgumentTypeError(f"loss is a {type(loss).__name__}, not a function\n  give loss(output, target).")
     for name, p in model.named_parameters():
@@ -79,7 +82,11 @@ def from_module(model: torch.nn.Module, loss: Callable[[Any, Any], Tensor]) -> t
     if not params:
         raise ArgumentError("no parameter of the model has requires_grad\n  set it on those to differentiate.")
 
+    known = {name for _, _, name, _ in slots}
+
     def fn(params: dict[str, Tensor], sample: Any) -> Tensor:
+        if not isinstance(params, Mapping) or not params.keys() <= known:
+            raise _strangers(params, known)
         inputs, target = _pair(sample)
         with lock, _Holding(slots, modules, caches, params):
             HELD.locks.append(lock)
@@ -93,6 +100,18 @@ def from_module(model: torch.nn.Module, loss: Callable[[Any, Any], Tensor]) -> t
         return loss(output, target)
 
     return fn, params
+
+
+def _strangers(params: Any, known: set[str]) -> Exception:
+    if not isinstance(params, Mapping):
+        return ArgumentTypeError(
+            f"params is a {type(params).__name__}, not a dict from parameter name to tensor\n"
+            "  give what from_module returned, or some of it."
+        )
+    unknown = ", ".join(repr(name) for name in params if name not in known)
+    return ArgumentError(
+        f"params has {unknown}, which the model has not\n  give what from_module returned, or some of it."
+    )
 
 
 _LOCKS: "weakref.WeakKeyDictionary[torch.nn.Module, threading.RLock]" = weakref.WeakKeyDictionary()

@@ -1,6 +1,6 @@
 """One call, validated: flat tensors, their paths, and how to run `fn` on them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -93,7 +93,9 @@ def _type(value: object) -> str:
 def _scalar(loss: Any, has_aux: bool) -> Tensor:
     """The loss as a tensor without axes; one of shape (1,) or (1, 1) counts as a scalar."""
     if not isinstance(loss, Tensor):
-        also = "" if has_aux or not isinstance(loss, tuple) else " (for (loss, aux) say has_aux=True)"
+        also = (
+            "" if has_aux or not isinstance(loss, tuple) else " (per_sample_grads and factored_grads take has_aux=True)"
+        )
         raise ArgumentTypeError(
             f"fn must return the loss of one sample as a tensor, but returned {_type(loss)}{also}\n"
             "  return a tensor with one element."
@@ -194,10 +196,10 @@ def flat_params(params: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
     leaves, spec = optree.tree_flatten(params)
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
-            raise ArgumentTypeError(
-                f"{paths(spec, 'params')[i]} is {_type(leaf)}, not a tensor\n"
-                "  params holds just what is differentiated: let fn close over the rest."
-            )
+            remedy = "params holds just what is differentiated: let fn close over the rest."
+            if isinstance(leaf, (torch.nn.Module, Iterator)):  # such as model.parameters()
+                remedy = "give dict(model.named_parameters()), or what from_module returns."
+            raise ArgumentTypeError(f"{paths(spec, 'params')[i]} is {_type(leaf)}, not a tensor\n  {remedy}")
         if not leaf.is_floating_point():
             why = "which has no gradient"
             remedy = "params holds just what is differentiated: let fn close over the rest."

@@ -289,6 +289,11 @@ def per_sample_norms(
     attached = differentiable or ft.current_level() is not None
     problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness=randomness, attached=differentiable)
     n, (problem, index) = problem.n, _valid(problem, valid)
+    leaves = [t for t in (*problem.params, *problem.batch) if isinstance(t, Tensor)]
+    if differentiable and ft.current_level() is None and not any(t.requires_grad for t in leaves):
+        raise ArgumentError(
+            "differentiable=True, but no leaf of params or batch requires grad\n  call requires_grad_() on some first."
+        )
     if attached:
         step = min(chunk_size or problem.n, problem.n)
         norms = _attached_norms(problem, step, per_param)
@@ -357,9 +362,9 @@ def weighted_grad(
     >>> psgrad.weighted_grad(fn, w, x, lambda norms: 1 / norms)  # every sample the same say
     tensor([0.6000, 1.8000])
 
-    Given a tensor, this is one ordinary weighted backward. A function gets the norms (N,) of all samples that
-    count and returns their weights; with more than one chunk that takes two passes, which draw the same random
-    numbers. A sample with weight 0 does not count, not even if its gradient is NaN.
+    Given a tensor, this is one ordinary weighted backward. A function gets the norms (N,), 0 for samples that are
+    not `valid`, and returns the weights (N,); with more than one chunk that takes two passes, which draw the same
+    random numbers. A sample with weight 0 does not count, not even if its gradient is NaN.
 
     Args:
         fn, params, batch, in_dims, randomness, chunk_size, max_bytes: as for `per_sample_grads`.
@@ -372,26 +377,29 @@ def weighted_grad(
     _outside("weighted_grad")
     problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness=randomness)
     n, (problem, index) = problem.n, _valid(problem, valid)
+
+    def given(weights: Any) -> Tensor:
+        return _checked_weights(weights, n, index, problem)
+
     with _engine.differentiating():
         if not callable(weights):
-            w = _checked_weights(weights, n, problem)
             step = step_of(problem, chunk_size, max_bytes, _work("sums", _sums, problem))
-            return _finished(problem, _weighted(problem, w if index is None else w[index.to(w.device)], step))
+            return _finished(problem, _weighted(problem, given(weights), step))
         step = step_of(problem, chunk_size, max_bytes, _work("clipped", _clip_work, problem, True))
         if step >= problem.n > 0:
             fg = _factored(problem)
-            w = _checked_weights(weights(fg.norms()), problem.n, problem)
+            w = given(weights(_back(fg.norms(), index, n)))
             return _finished(problem, fg._sums([w] * len(problem.params)))
         states, rows = [], []
         for _, chunk in _chunks(problem, step):
             states.append(generators(problem.params))
             rows.append(_norms(chunk, draws=states[-1])[0][0])
         norms = torch.cat(rows) if rows else problem.params[0].new_empty(0)
-        w = _checked_weights(weights(norms), problem.n, problem)
-        return _finished(problem, _weighted(problem, w, step, states))
+        return _finished(problem, _weighted(problem, given(weights(_back(norms, index, n))), step, states))
 
 
-def _checked_weights(weights: Any, n: int, problem: Problem) -> Tensor:
+def _checked_weights(weights: Any, n: int, index: Tensor | None, problem: Problem) -> Tensor:
+    """The weights of the samples that count."""
     if not isinstance(weights, Tensor):
         raise ArgumentTypeError(
             f"weights is a {type(weights).__name__}, not a tensor\n"
@@ -399,7 +407,15 @@ def _checked_weights(weights: Any, n: int, problem: Problem) -> Tensor:
         )
     if tuple(weights.shape) != (n,):
         raise ArgumentError(f"weights has shape {tuple(weights.shape)}, not ({n},)\n  give one number per sample.")
-    return weights.detach().to(problem.params[0].device)
+    if weights.is_complex():
+        raise ArgumentTypeError("weights are complex numbers\n  give real ones.")
+    w = weights.detach().to(problem.params[0].device)
+    w = w if index is None else w[index.to(w.device)]
+    if not bool(w.isfinite().all()):
+        bad = (~w.isfinite()).nonzero()[:, 0]
+        shown = ", ".join(map(str, (bad if index is None else index.to(bad.device)[bad]).tolist()[:10]))
+        raise ArgumentError(f"weights are not finite for samples {shown}\n  give 0 to leave a sample out.")
+    return w
 
 
 def _weighted(problem: Problem, w: Tensor, step: int, states: Sequence[Any] = ()) -> list[Tensor | None]:
@@ -449,7 +465,8 @@ def clipped_grad(
     Args:
         fn, params, batch, in_dims, randomness, chunk_size, max_bytes: as for `per_sample_grads`.
         max_norm: a positive number; or a pytree prefix of params, for example one number per layer: then each
-            number clips the norm over the parameters below it.
+            number clips the norm over the parameters below it. For params with names, as `from_module` gives
+            them, a dict from names of modules or parameters: {"encoder": 1.0, "head": 0.1}.
         nonfinite: what to do with samples whose gradients are not finite. "raise": an error that names them;
             "zero": they do not count; "propagate": the sum is NaN.
         valid: (N,) booleans; the other samples do not run and do not count, their norms and values are 0.
@@ -491,25 +508,42 @@ def _check_bound(chunk_size: int | None, max_bytes: int | None) -> None:
 def _bounds(max_norm: Any, params: Any) -> tuple[list[Any], optree.PyTreeSpec | None, list[int]]:
     """The bounds, their tree where they are one, and which of them each parameter is under."""
     leaves, spec = optree.tree_flatten(max_norm)
-    count = len(optree.tree_leaves(params))
     if spec.is_leaf():
-        return [check_max_norm(max_norm)], None, [0] * count
-    numbers = optree.tree_unflatten(spec, list(range(len(leaves))))
-    try:
-        group: list[int] = optree.broadcast_prefix(numbers, params)
-    except (ValueError, TypeError) as error:
-        raise ArgumentError(
-            "max_norm does not fit params\n"
-            f"  give one number, or a pytree prefix of params ({str(error).splitlines()[0]})."
-        ) from None
+        return [check_max_norm(max_norm)], None, [0] * len(optree.tree_leaves(params))
     names = _problem.paths(spec, "max_norm")
-    return [check_max_norm(leaf, name) for leaf, name in zip(leaves, names, strict=True)], spec, group
+    bounds = [check_max_norm(leaf, name) for leaf, name in zip(leaves, names, strict=True)]
+    numbers: Any = optree.tree_unflatten(spec, list(range(len(leaves))))
+    flat = isinstance(params, dict) and all(isinstance(k, str) and isinstance(p, Tensor) for k, p in params.items())
+    if flat and isinstance(max_norm, dict) and all(isinstance(k, int) for k in numbers.values()):
+        return bounds, spec, _by_name(numbers, optree.tree_leaves(optree.tree_map_with_path(lambda k, _: k[0], params)))
+    try:
+        return bounds, spec, optree.broadcast_prefix(numbers, params)
+    except (ValueError, TypeError):
+        raise ArgumentError(
+            f"max_norm does not fit params\n  max_norm: {spec}\n  params: {optree.tree_structure(params)}\n"
+            "  give one number, or a pytree prefix of params."
+        ) from None
+
+
+def _by_name(numbers: dict[str, int], names: Sequence[str]) -> list[int]:
+    """For parameters called like "encoder.weight": the bound with that name, or with that of a module above."""
+    group = []
+    for name in names:
+        above = [key for key in numbers if name == key or name.startswith(f"{key}.")]
+        if not above:
+            raise ArgumentError(
+                f"max_norm has no bound for {name!r}\n  give one for the parameter, or for a module above it."
+            )
+        group.append(numbers[max(above, key=len)])
+    if unused := [key for key, k in numbers.items() if k not in group]:
+        raise ArgumentError(f"max_norm has {unused[0]!r}, under which there is no parameter\n  leave it out.")
+    return group
 
 
 def _clip_work(problem: Problem, run: Run) -> object:
     """What a chunk of clipped_grad does, for those who ask what it allocates."""
     fg, totals = _factored(problem, run), _no_totals(problem)
-    fg.add_sums([fg.norms()] * len(problem.params), totals, counted=True)
+    fg._add_sums([fg.norms()] * len(problem.params), totals, counted=True)
     return totals
 
 
@@ -532,7 +566,7 @@ def _clipped(
         weights = [
             clip_weights(t, bound, None if good else finite, nonfinite) for t, bound in zip(norms, bounds, strict=True)
         ]
-        fg.add_sums([weights[k] for k in group], totals, counted=good)
+        fg._add_sums([weights[k] for k in group], totals, counted=good)
         all_norms.append(norms)
         all_values.append(fg.values)
     if not all_norms:
@@ -682,8 +716,9 @@ def grad_stats(
       ratio of two unbiased estimates it is not itself unbiased. Average `trace` and `sq_mean` over batches
       before dividing, for a steadier figure.
 
-    With fewer than two samples all but `mean` and `sq_norms` is NaN. The gradients are written out a few samples
-    at a time where a layer's factors do not give the variance otherwise; N x P numbers are never held.
+    With fewer than two samples `variance` and the estimates are NaN, with none `mean` too. The gradients are
+    written out a few samples at a time where a layer's factors do not give the variance otherwise; N x P numbers
+    are never held.
 
     Args:
         fn, params, batch, in_dims, randomness, chunk_size, max_bytes: as for `per_sample_grads`.

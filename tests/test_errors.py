@@ -87,7 +87,8 @@ def test_fn_that_returns_a_number():
 
 def test_fn_that_returns_a_tuple_without_has_aux():
     message = (
-        "fn must return the loss of one sample as a tensor, but returned a tuple (for (loss, aux) say has_aux=True)\n"
+        "fn must return the loss of one sample as a tensor, but returned a tuple "
+        "(per_sample_grads and factored_grads take has_aux=True)\n"
         "  return a tensor with one element."
     )
     with raises(ArgumentTypeError, message):

@@ -928,7 +928,7 @@ def test_another_answer_for_every_sample():
         ours = psgrad.per_sample_grads(fn, params, x)
     torch.testing.assert_close(torch.tensor(seen).sort()[0], torch.sin(F.linear(x, params)).sum(1).sort()[0])
     torch.testing.assert_close(ours, psgrad.testing.loop_grads(fn, params, x), rtol=1e-9, atol=1e-9)
-    assert [str(w.message) for w in caught] == [f"psgrad runs fn on 9 groups of 9 samples, which disagree at {place}"]
+    assert [str(w.message) for w in caught] == [f"psgrad splits 9 samples into 9 groups, which disagree at {place}"]
 
 
 def test_branch_on_a_parameter():

@@ -270,7 +270,7 @@ def test_a_bad_sample_touches_its_own_row_only() -> None:
         assert not norms[2].isfinite()
         assert_close(psgrad.gram(linear_loss, w, bad)[good][:, good], psgrad.gram(linear_loss, w, x[good]))
         for options in ({}, {"chunk_size": 2}):
-            with pytest.raises(psgrad.ArgumentError, match=r"the gradients of samples 2 are not finite\n  leave them"):
+            with pytest.raises(psgrad.ArgumentError, match=r"the gradients of sample 2 are not finite\n  leave them"):
                 psgrad.clipped_grad(linear_loss, w, bad, 1.0, **options)
             step = psgrad.clipped_grad(linear_loss, w, bad, 1.0, nonfinite="zero", **options)
             assert_close(step.grad, want.grad)
@@ -282,7 +282,7 @@ def test_a_bad_sample_touches_its_own_row_only() -> None:
             psgrad.weighted_grad(linear_loss, w, bad, weights),
             psgrad.weighted_grad(linear_loss, w, x[good], weights[good]),
         )
-        with pytest.raises(psgrad.ArgumentError, match="samples 2 are"):
+        with pytest.raises(psgrad.ArgumentError, match="sample 2 are"):
             psgrad.factored_grads(linear_loss, w, bad).clipped_sum(1.0)
 
 
@@ -383,6 +383,41 @@ def test_two_passes_where_one_needs_too_much(nonfinite: Any, monkeypatch: pytest
     assert_close(tuple(step), tuple(want), equal_nan=True)
     with pytest.raises(psgrad.ArgumentError, match="max_bytes=50 is too little: one sample at a time needs 100"):
         psgrad.clipped_grad(fn, params, batch, 0.1, max_bytes=50)
+
+
+def test_a_bound_for_each_module_by_name() -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3))).double()
+    fn, params = psgrad.from_module(model, F.cross_entropy)
+    batch = torch.randn(6, 4, dtype=torch.float64), torch.randint(3, (6,))
+    grads = psgrad.testing.loop_grads(fn, params, batch)
+    step = psgrad.clipped_grad(fn, params, batch, {"0": 0.1, "2": 0.2, "2.1.bias": 0.3})
+    under = {"0": ["0.weight", "0.bias"], "2": ["2.0.weight", "2.0.bias", "2.1.weight"], "2.1.bias": ["2.1.bias"]}
+    for (name, names), bound in zip(under.items(), (0.1, 0.2, 0.3), strict=True):
+        norms = flat([grads[k] for k in names]).norm(dim=1)
+        assert_close(step.norms[name], norms)
+        for k in names:
+            assert_close(step.grad[k], summed(grads[k], (bound / norms).clamp(max=1)))
+    with pytest.raises(psgrad.ArgumentError, match=r"^max_norm has no bound for '2.0.bias'\n  give one for the para"):
+        psgrad.clipped_grad(fn, params, batch, {"0": 0.1, "2.0.weight": 0.2, "2.1": 0.2})
+    with pytest.raises(psgrad.ArgumentError, match=r"^max_norm has '1', under which there is no parameter\n  leave"):
+        psgrad.clipped_grad(fn, params, batch, {"0": 0.1, "1": 1.0, "2": 0.2})
+
+
+def test_a_function_of_the_norms_sees_all_samples() -> None:
+    x, valid = torch.randn(5, 4), torch.tensor([True, False, True, True, False])
+    importance, w = torch.arange(1.0, 6.0), torch.randn(3, 4)
+    for chunk_size in (None, 2):
+        found = psgrad.weighted_grad(
+            linear_loss, w, x, lambda norms: importance / norms, valid=valid, chunk_size=chunk_size
+        )
+        norms = psgrad.per_sample_norms(linear_loss, w, x[valid])
+        assert_close(found, psgrad.weighted_grad(linear_loss, w, x[valid], importance[valid] / norms))
+
+
+def test_it_can_be_iterated() -> None:
+    fn, params, batch = layers()
+    fg = psgrad.factored_grads(fn, params, batch)
+    assert_close(torch.cat([one.norms() for one in fg]), fg.norms())
 
 
 def test_two_passes_draw_the_same() -> None:
@@ -606,8 +641,8 @@ def test_norms_can_be_differentiated() -> None:
     penalty(norms).backward()
     assert_close(optree.tree_map(lambda t: t.grad, leaves), want)
     assert not psgrad.per_sample_norms(fn, *leaves).requires_grad
-    each = ask(params, batch, per_param=True)
-    assert_close(each["last"]["w"], psgrad.per_sample_norms(fn, params, batch, per_param=True)["last"]["w"])
+    each = ask(*leaves, per_param=True)
+    assert_close(each["last"]["w"].detach(), psgrad.per_sample_norms(fn, params, batch, per_param=True)["last"]["w"])
 
 
 def test_differentiable_norms_at_zero_and_where_vmap_refuses() -> None:
@@ -664,6 +699,45 @@ class _Doubled(torch.autograd.Function):
 
 
 ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
+    "weights-infinite": (
+        lambda w, x: psgrad.weighted_grad(linear_loss, w, x, torch.tensor([1.0, torch.inf, 1.0, 1.0, torch.nan])),
+        psgrad.ArgumentError,
+        "weights are not finite for samples 1, 4\n  give 0 to leave a sample out.",
+    ),
+    "weights-complex": (
+        lambda w, x: psgrad.weighted_grad(linear_loss, w, x, torch.ones(5, dtype=torch.complex64)),
+        psgrad.ArgumentTypeError,
+        "weights are complex numbers\n  give real ones.",
+    ),
+    "not-attached": (
+        lambda w, x: psgrad.per_sample_norms(linear_loss, w, x, differentiable=True),
+        psgrad.ArgumentError,
+        "differentiable=True, but no leaf of params or batch requires grad\n  call requires_grad_() on some first.",
+    ),
+    "generator": (
+        lambda w, x: psgrad.per_sample_norms(linear_loss, nn.Linear(2, 2).parameters(), x),
+        psgrad.ArgumentTypeError,
+        "params is a generator, not a tensor\n  give dict(model.named_parameters()), or what from_module returns.",
+    ),
+    "list-for-module": (
+        lambda w, x: psgrad.per_sample_norms(
+            psgrad.from_module(nn.Linear(4, 2), F.mse_loss)[0], [torch.ones(2, 4), torch.ones(2)], (x, x[:, :2])
+        ),
+        psgrad.ArgumentTypeError,
+        "params is a list, not a dict from parameter name to tensor\n  give what from_module returned, or some of it.",
+    ),
+    "names-for-module": (
+        lambda w, x: psgrad.per_sample_norms(
+            psgrad.from_module(nn.Linear(4, 2), F.mse_loss)[0], {"model.weight": torch.ones(2, 4)}, (x, x[:, :2])
+        ),
+        psgrad.ArgumentError,
+        "params has 'model.weight', which the model has not\n  give what from_module returned, or some of it.",
+    ),
+    "loss-class": (
+        lambda w, x: psgrad.from_module(nn.Linear(4, 2), nn.MSELoss),  # type: ignore[arg-type]
+        psgrad.ArgumentTypeError,
+        "loss is the class MSELoss\n  give an instance: MSELoss().",
+    ),
     "weights-shape": (
         lambda w, x: psgrad.weighted_grad(linear_loss, w, x, torch.ones(3)),
         psgrad.ArgumentError,
@@ -750,8 +824,14 @@ def test_errors(name: str) -> None:
 
 def test_a_bound_that_does_not_fit_params() -> None:
     fn, params, batch = layers()
-    with pytest.raises(psgrad.ArgumentError, match=r"^max_norm does not fit params\n  give one number, or a pytree"):
+    with pytest.raises(psgrad.ArgumentError) as error:
         psgrad.clipped_grad(fn, params, batch, {"first": 1.0, "middle": 1.0})
+    assert str(error.value) == (
+        "max_norm does not fit params\n"
+        "  max_norm: PyTreeSpec({'first': *, 'middle': *})\n"
+        "  params: PyTreeSpec({'first': {'b': *, 'w': *}, 'last': {'w': *}})\n"
+        "  give one number, or a pytree prefix of params."
+    )
     with pytest.raises(psgrad.ArgumentError, match=r"^max_norm\['last'\]=0.0 is not positive"):
         psgrad.clipped_grad(fn, params, batch, {"first": 1.0, "last": 0.0})
 
