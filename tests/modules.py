@@ -216,6 +216,19 @@ LAZY = (
     ),
 )
 
+# ---- recurrent layers: a table of them here, their options in test_recurrent.py -----------------------------
+
+RECURRENT = (
+    Entry("RNN", lambda: nn.RNN(3, 4), x((5, 2, 3)), "rnn_tanh"),
+    Entry("RNN-relu", lambda: nn.RNN(3, 4, nonlinearity="relu", bias=False), x((5, 3)), "rnn_relu"),
+    Entry("LSTM", lambda: nn.LSTM(3, 4, 2, bidirectional=True), x((5, 2, 3)), "lstm"),
+    Entry("LSTM-projected", lambda: nn.LSTM(3, 4, proj_size=2, batch_first=True), x((2, 5, 3)), "lstm"),
+    Entry("GRU", lambda: nn.GRU(3, 4, 2), x((5, 2, 3)), "gru"),
+    Entry("RNNCell", lambda: nn.RNNCell(3, 4), x((2, 3), (2, 4)), "rnn_tanh"),
+    Entry("LSTMCell", lambda: nn.LSTMCell(3, 4), x((2, 3)), "lstm"),
+    Entry("GRUCell", lambda: nn.GRUCell(3, 4), x((2, 3), (2, 4)), "gru"),
+)
+
 # ---- attention and transformers ----------------------------------------------------------------------------
 
 _MASK = torch.ones(5, 5, dtype=torch.bool).triu(1)
@@ -515,7 +528,7 @@ PARAMETRISED = (
     ),
 )
 
-MODULES = (*LAYERS, *LAZY, *ATTENTION, *TRANSFORMERS, *LOSSES, *PARAMETRISED)
+MODULES = (*LAYERS, *LAZY, *RECURRENT, *ATTENTION, *TRANSFORMERS, *LOSSES, *PARAMETRISED)
 assert len({entry.id for entry in MODULES}) == len(MODULES), "two entries share an id"
 
 # ---- what the README says beside the rules -----------------------------------------------------------------
@@ -531,6 +544,9 @@ NOTES = {
     "as they are",
     "SyncBatchNorm": "as `BatchNorm`, in one process",
     "InstanceNorm1d": "with running statistics, too",
+    "RNN": "every option, given states, packed sequences",
+    "LSTM": "likewise, with `proj_size`",
+    "GRU": "likewise",
     "MultiheadAttention": "every option; vmap for `add_bias_kv` alone",
     "TransformerEncoderLayer": "in eval by the same rules, not by the fused kernel",
     "TransformerEncoder": "nested tensors are not used",
