@@ -550,7 +550,7 @@ NOTES = {
     "MultiheadAttention": "every option; vmap for `add_bias_kv` alone",
     "TransformerEncoderLayer": "in eval by the same rules, not by the fused kernel",
     "TransformerEncoder": "nested tensors are not used",
-    "AdaptiveLogSoftmaxWithLoss": "`log_prob` needs no loop",
+    "AdaptiveLogSoftmaxWithLoss": "samples whose targets fall in other clusters run apart",
     "weight_norm": "of any layer, old and new; the weight is computed once, its gradients are pulled back at the end",
     "spectral_norm": "in eval, old and new; likewise",
     "orthogonal": "every `orthogonal_map`; likewise",
