@@ -184,6 +184,8 @@ def _backward(losses: Tensor, mode: Intercept, count: int, sink: Any, seed: Tens
     Samples are independent under vmap, so the gradient of the sum of the losses is every sample's own.
     """
     leaves = [source.leaf for source in mode.sources]
+    if seed is not None and losses.dtype.itemsize < 4:  # weights that float16 may not hold
+        sink.weights, seed = seed, None
     seed = torch.ones_like(losses) if seed is None else seed.to(losses.dtype)
     grads = torch.autograd.grad(losses, leaves, seed, allow_unused=True)
     restrided = _restrided(losses) if any(grad is not None for grad in grads) else []
@@ -304,7 +306,12 @@ def _looped(
                 )
         row = sink(one)
         if loss.requires_grad:
-            seed = None if one.seed is None else one.seed[0].to(loss.dtype)
+            seed = None
+            if one.seed is not None:
+                if loss.dtype.itemsize < 4 and isinstance(row, SumSink):
+                    row.weights = one.seed
+                else:
+                    seed = one.seed[0].to(loss.dtype)
             row.put([g[None] for g in torch.autograd.grad(loss, params, seed, materialize_grads=True)])
         if i == 0 and warning is not None:  # a sample alone works, so it was vmap that refused
             _warn(warning)

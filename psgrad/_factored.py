@@ -52,7 +52,8 @@ class FactoredGrads:
     (torch.Size([3, 2]), torch.Size([3, 3]), torch.Size([2, 3, 2]))
 
     Immutable; a pytree node for optree, whose leaves are the tensors it holds. Sums are taken in float32 at
-    least. The answers carry no graph.
+    least. The answers carry no graph. Where a parameter is used through a function of parameters alone (a weight
+    norm), that function's derivative is taken when a question is asked: ask before you change the parameters.
     """
 
     _blocks: tuple[Block, ...]
@@ -193,7 +194,7 @@ class FactoredGrads:
             raise ArgumentTypeError(
                 f"other is a {type(other).__name__}, not a FactoredGrads\n  give what factored_grads returned."
             )
-        if other._spec != self._spec or [m.shape for m in other._metas] != [m.shape for m in self._metas]:
+        if other._spec != self._spec or [m[:2] for m in other._metas] != [m[:2] for m in self._metas]:
             raise ArgumentError("other holds the gradients of other parameters\n  give the same params to both.")
 
         def against(block: Block) -> Tensor:
@@ -248,7 +249,7 @@ class FactoredGrads:
             )
         try:
             chosen = every[index.to(device) if isinstance(index, Tensor) else index]
-        except (IndexError, TypeError) as error:
+        except (IndexError, TypeError, ValueError) as error:
             raise ArgumentError(
                 f"{index!r} does not index {self._n} samples: {error}\n"
                 "  give an int, a slice, a tensor of indices or a mask."

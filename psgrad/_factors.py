@@ -112,6 +112,19 @@ class Factor:
         found = [norms_of(part.dense()) for _, part in self.tiles()]
         return found[0] if len(found) == 1 else torch.cat(found)
 
+    def _rooted(self, squares: Tensor, parts: Tensor) -> Tensor:
+        """Norms from their squares, which are sums whose parts have squares that add up to `parts`.
+
+        Where the parts cancel, digits are lost: there, from the gradients written out.
+        """
+        norms = squares.clamp(min=0).sqrt_()
+        if type(squares) is Tensor:  # shapes alone have no values to look at
+            lost = squares < 1e4 * torch.finfo(squares.dtype).eps * parts
+            if bool(lost.any()):
+                index = lost.nonzero()[:, 0]
+                norms[index] = Factor.norms(self.select(index))
+        return norms
+
     def weighted_sum(self, w: Tensor | None = None) -> Tensor:
         """The sum over n of w[n] times gradient n; without `w` of the gradients."""
         sums = (weighted_sum_of(part.dense(), None if w is None else w[rows]) for rows, part in self.tiles())
@@ -208,23 +221,26 @@ class Outer(Factor):
         if t == 1:
             return norms_of(x).mul_(norms_of(g))
         plan = _plan.outer_norms(n, t, i, g.shape[-1], x.element_size())
-        return self.by_gram().clamp_(min=0).sqrt_() if plan.strategy == "gram" else super().norms()
+        return self._rooted(*self.by_gram()) if plan.strategy == "gram" else super().norms()
 
-    def by_gram(self) -> Tensor:
+    def by_gram(self) -> tuple[Tensor, Tensor]:
         """Squared norms: sum over t, s of (x[t] . x[s]) (g[t] . g[s]), in blocks, half of them by symmetry."""
         t = self.x.shape[1]
         size = _plan.gram_block(t)
         blocks = [slice(start, start + size) for start in range(0, t, size)]
-        found = []
+        found, alone = [], []
         for _, part in self.tiles(2 * size * size * 4):
             x, g = widened(part.x), widened(part.g)
-            total = x.new_zeros(len(x))
+            total, diagonal = x.new_zeros(len(x)), x.new_zeros(len(x))
             for k, a in enumerate(blocks):
                 for b in blocks[k:]:
                     products = torch.bmm(x[:, a], x[:, b].mT).mul_(torch.bmm(g[:, a], g[:, b].mT))
                     total.add_(products.flatten(1).sum(1), alpha=1 if a is b else 2)
+                    if a is b:
+                        diagonal += products.diagonal(dim1=1, dim2=2).sum(1)
             found.append(total)
-        return torch.cat(found) if len(found) != 1 else found[0]
+            alone.append(diagonal)
+        return torch.cat(found), torch.cat(alone)
 
     def weighted_sum(self, w: Tensor | None = None) -> Tensor:
         x, g = widened(self.x), scaled(self.g, w)
@@ -287,12 +303,13 @@ class Rows(Factor):
     def spread(self, mean: Tensor) -> Tensor:
         """Rows that a sample does not touch differ from the mean by the mean."""
         _, t, d = self.g.shape
-        total = len(self) * mean.square()
+        untouched = mean.new_full((self.rows,), len(self))
+        total = torch.zeros_like(mean)
         for _, part in self.tiles(3 * t * d * self.g.element_size()):
             index, sums = part._summed()
-            there = widened(sums)
-            total.index_add_(0, index, there.square() - 2 * there * mean[index])
-        return total.clamp_(min=0)
+            total.index_add_(0, index, (sums - mean[index]).square_())
+            untouched.index_add_(0, index, mean.new_full((len(index),), -1))
+        return total.add_(untouched[:, None] * mean.square())
 
     def _summed(self) -> tuple[Tensor, Tensor]:
         """The rows that each sample touches, once each: their indices (U,) and gradients (U, D)."""
@@ -332,8 +349,8 @@ class Tied(Factor):
         return grads.index_put_((n_index, self.rows.index), self.rows.g.to(grads.dtype), accumulate=True)
 
     def norms(self) -> Tensor:
-        squares = self.outer.norms().square() + self.rows.norms().square() + 2 * self._crossed()
-        return squares.clamp_(min=0).sqrt_()
+        parts = self.outer.norms().square() + self.rows.norms().square()
+        return self._rooted(parts + 2 * self._crossed(), parts)
 
     def _crossed(self) -> Tensor:
         """<outer, rows> = sum over t, s of outer.g[s, index[t]] (rows.g[t] . outer.x[s])."""

@@ -451,17 +451,18 @@ class Intercept(TorchFunctionMode):
             return self._plain(func, args, kwargs, "no rule for this function")
         return self._once(func, args, kwargs, params)
 
+    def _traced(self, a: Any) -> Any:
+        """`a` with every tracked tensor replaced by its value, as ordinary autograd follows it."""
+        if type(a) in (list, tuple):
+            return type(a)([self._traced(v) for v in a])
+        return ft.below(self.tracked[id(a)].traced) if id(a) in self.tracked else a
+
     def _once(self, func: Any, args: Any, kwargs: Any, params: list[Param]) -> Any:
         """A function of parameters alone: computed once, tracked as a view or as a new source."""
         grad_enabled = torch.is_grad_enabled()
 
-        def value_of(a: Any) -> Any:
-            if type(a) in (list, tuple):
-                return type(a)([value_of(v) for v in a])
-            return ft.below(self.tracked[id(a)].traced) if id(a) in self.tracked else a
-
         with _checkpoint.unhooked():  # its backward runs where a checkpoint cannot recompute
-            values = func(*map(value_of, args), **{k: value_of(v) for k, v in kwargs.items()})
+            values = func(*map(self._traced, args), **{k: self._traced(v) for k, v in kwargs.items()})
         many = isinstance(values, (list, tuple))
         flat = list(values) if many else [values]
         if not all(isinstance(v, Tensor) for v in flat):

@@ -6,7 +6,7 @@ becomes `Tied`, whatever meets a dense gradient is added to it; what is left, pa
 is written out a few samples at a time.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -92,7 +92,7 @@ class Kept:
         for region, factor in self.terms:
             assert region is not None  # a whole one stands alone
             target = region.of(out)
-            target.copy_(quantity(factor, region).view(target.shape))
+            target.copy_(quantity(factor, region).reshape(target.shape))
         return out
 
     def dots(self, other: "Kept") -> Tensor | None:
@@ -155,7 +155,7 @@ class Placed(Factor):
         total = sums[0][1].new_zeros(self.shape)
         for region, found in sums:
             target = region.of(total)
-            target.add_(found.view(target.shape))
+            target.add_(found.reshape(target.shape))
         return total
 
 
@@ -188,6 +188,10 @@ class Pulled(Factor):
 
     def layout(self) -> Any:
         return Pulled, *(kept.layout() for kept in self.kept), *map(id, self.values), id(self.root)
+
+    def tiles(self, bytes_each: int | None = None) -> "Iterator[tuple[slice, Pulled]]":
+        sizes = [sum(v.nbytes for v in self.values), self.root.nbytes]  # a small matrix may make a large one
+        return super().tiles(max(sizes) if bytes_each is None else bytes_each)
 
     def _pull(self, grads: list[Tensor], batched: bool) -> Tensor:
         with torch.inference_mode(False):

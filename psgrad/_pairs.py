@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from math import prod
+from math import lcm, prod
 
 import torch
 from torch import Tensor
@@ -28,15 +28,17 @@ def _summands(factor: Factor) -> tuple[Factor, ...]:
 
 
 def _dots(a: Factor, b: Factor) -> Tensor:
-    if isinstance(a, Outer) and isinstance(b, Outer) and a.x.dim() == b.x.dim() == 3:
+    if isinstance(a, Outer) and isinstance(b, Outer) and a.x.dim() == b.x.dim() == 3 and a.shape == b.shape:
         plan = _plan.outer_dots(*a.x.shape[:2], *b.x.shape[:2], *a.shape)
         if plan.strategy == "gram":
             return _by_gram(a, b)
     if isinstance(a, Rows) and isinstance(b, Rows) and a.index.shape[1] == b.index.shape[1] == 1:
         products = widened(a.g[:, 0]) @ widened(b.g[:, 0]).mT
         return products.mul_(a.index == b.index.mT)
-    if isinstance(a, Rows) or isinstance(b, Rows):
+    if (isinstance(a, Rows) or isinstance(b, Rows)) and a.shape == b.shape:
         touched = torch.unique(a.index if isinstance(a, Rows) else b.index)  # type: ignore[attr-defined]
+        if len(touched) == 0:
+            return widened(a.tensors()[-1]).new_zeros(len(a), len(b))
         a, b = _rows_of(a, touched), _rows_of(b, touched)
     return _by_tiles(a, b)
 
@@ -78,7 +80,7 @@ def _aligned(a: Factor, b: Factor) -> tuple[Iterator[Factor], Iterator[Factor]]:
     """Both factors cut along the parameter's first axis in the same places."""
     if a.shape != b.shape or not (a.shape and _can_cut(a) and _can_cut(b)):
         return iter([a]), iter([b])
-    size, grain = a.shape[0], max(_grain(a), _grain(b))
+    size, grain = a.shape[0], lcm(_grain(a), _grain(b))
     each = (len(a) + len(b)) * prod(a.shape[1:]) * grain * wide(a.dtype).itemsize
     step = grain * _plan.samples_at_once(each)
     cuts = [slice(start, min(start + step, size)) for start in range(0, size, step)]

@@ -84,18 +84,20 @@ class Patches(Factor):
 
     def norms(self) -> Tensor:
         plan = _plan.conv_norms(self.x.shape, self.g.shape, self.geometry, self.kernel, self.x.element_size())
-        return self._by_gram().clamp_(min=0).sqrt_() if plan.strategy == "gram" else super().norms()
+        return self._rooted(*self._by_gram()) if plan.strategy == "gram" else super().norms()
 
-    def _by_gram(self) -> Tensor:
+    def _by_gram(self) -> tuple[Tensor, Tensor]:
         """Squared norms: patches as the rows of an outer product, a few samples at a time."""
         groups, (o, c, *_) = self.geometry.groups, self.shape
         taps, positions = c * prod(self.kernel), size_of(self.g)
-        found = []
+        found, alone = [], []
         for _, part in self.tiles(groups * taps * positions * self.x.element_size()):
             x = part._columns(part.x).reshape(-1, taps, positions).mT  # (N G, T, C/G K)
             g = part.g.transpose(1, 2).reshape(-1, o // groups, positions).mT  # (N G, T, O/G)
-            found.append(Outer(x, g).by_gram().view(-1, groups).sum(1))
-        return torch.cat(found)
+            squares, parts = (t.view(-1, groups).sum(1) for t in Outer(x, g).by_gram())
+            found.append(squares)
+            alone.append(parts)
+        return torch.cat(found), torch.cat(alone)
 
     def weighted_sum(self, w: Tensor | None = None) -> Tensor:
         """One ordinary weight gradient, of the cotangent scaled."""

@@ -121,7 +121,8 @@ def _no_totals(problem: Problem) -> list[Tensor | None]:
 
 def _work(name: str, do: Callable[[Problem, Run], object], problem: Problem, in_place: bool = False) -> Work:
     """What a sum over samples does."""
-    return Work(name, do, sums=sum(p.numel() * wide(p.dtype).itemsize for p in problem.params), in_place=in_place)
+    sizes = [p.numel() * wide(p.dtype).itemsize for p in problem.params]
+    return Work(name, do, sums=sum(sizes) - (max(sizes) if in_place else 0), in_place=in_place)
 
 
 def _accumulate(totals: list[Tensor | None], found: Sequence[Tensor | None]) -> None:
@@ -177,7 +178,7 @@ def _back(t: Tensor, index: Tensor | None, n: int) -> Tensor:
 
 
 def _no_values(problem: Problem) -> Tensor:
-    return problem.params[0].new_empty(0)
+    return problem.params[0].new_empty(0, dtype=_dtype(problem))
 
 
 # ---- the public functions --------------------------------------------------------------------------------
@@ -246,6 +247,8 @@ def _own(fg: FactoredGrads, problem: Problem) -> FactoredGrads:
     theirs = {t.untyped_storage()._cdata for t in problem.batch if isinstance(t, Tensor)}
 
     def owned(t: Tensor) -> Tensor:
+        if len(t) > 1 and t.stride(0) == 0:  # the same for all samples: what fn closes over
+            return t[:1].clone().expand(t.shape)
         return t.clone() if t.untyped_storage()._cdata in theirs else t
 
     blocks = [block.each(owned) for block in fg._blocks]
@@ -303,7 +306,11 @@ def per_sample_norms(
             rows = [_norms(chunk, per_param=per_param)[0] for _, chunk in _chunks(problem, step)]
         count = len(problem.params) if per_param else 1
         norms = list(
-            rows[0] if len(rows) == 1 else torch.cat(rows, 1) if rows else problem.params[0].new_empty(count, 0)
+            rows[0]
+            if len(rows) == 1
+            else torch.cat(rows, 1)
+            if rows
+            else problem.params[0].new_empty(count, 0, dtype=_dtype(problem))
         )
     norms = [_back(t, index, n) for t in norms]
     return optree.tree_unflatten(problem.params_spec, norms) if per_param else norms[0]
@@ -394,7 +401,7 @@ def weighted_grad(
         for _, chunk in _chunks(problem, step):
             states.append(generators(problem.params))
             rows.append(_norms(chunk, draws=states[-1])[0][0])
-        norms = torch.cat(rows) if rows else problem.params[0].new_empty(0)
+        norms = torch.cat(rows) if rows else _no_values(problem)
         return _finished(problem, _weighted(problem, given(weights(_back(norms, index, n))), step, states))
 
 
@@ -569,8 +576,9 @@ def _clipped(
         fg._add_sums([weights[k] for k in group], totals, counted=good)
         all_norms.append(norms)
         all_values.append(fg.values)
+        del fg, weights  # before the next chunk runs
     if not all_norms:
-        return totals, problem.params[0].new_empty(len(bounds), 0), _no_values(problem)
+        return totals, problem.params[0].new_empty(len(bounds), 0, dtype=_dtype(problem)), _no_values(problem)
     return totals, torch.cat(all_norms, 1), torch.cat(all_values)
 
 
@@ -731,10 +739,10 @@ def grad_stats(
     problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness=randomness)
     n, (problem, index) = problem.n, _valid(problem, valid)
     step = step_of(problem, chunk_size, max_bytes, _work("stats", _stats_work, problem))
-    mean = [meta.new() for meta in _metas(problem)]
-    spread = [meta.new() for meta in _metas(problem)]
     sq_norms, values, seen = [], [], 0
     with _engine.differentiating():
+        mean = [meta.new() for meta in _metas(problem)]
+        spread = [meta.new() for meta in _metas(problem)]
         for _, chunk in _chunks(problem, step):
             fg = _factored(chunk)
             own = [t / len(fg) for t in fg._sums(None)]

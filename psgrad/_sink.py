@@ -225,13 +225,15 @@ class SumSink:
     def __init__(self, params: Sequence[Tensor], seed: Tensor | None) -> None:
         self.params = list(params)
         self.sums: dict[int, Tensor] = {}  # by the source's index, in the dtype for sums
+        self.weights: Tensor | None = None  # where the losses' dtype is too short for the seed
         # samples that do not count are left out here: their gradients may be NaN, which 0 times is NaN
         self.counting = seed.nonzero()[:, 0] if seed is not None and bool((seed == 0).any()) else None
 
     def _sum(self, factor: Factor) -> Tensor | None:
-        if self.counting is not None:
-            factor = factor.select(self.counting)
-        return factor.weighted_sum() if self.counting is None or len(self.counting) else None
+        if self.counting is None:
+            return factor.weighted_sum(self.weights)
+        w = None if self.weights is None else self.weights[self.counting]
+        return factor.select(self.counting).weighted_sum(w) if len(self.counting) else None
 
     def has(self, source: Source) -> bool:
         return source.index in self.sums
@@ -265,7 +267,8 @@ class SumSink:
         for source, grad in zip(roots, torch.autograd.grad(values, traced, sums, allow_unused=True), strict=True):
             if grad is not None:
                 shape = source.value.shape
-                self._add(source.index, None, grad.to(wide(grad.dtype)), shape)
+                own = grad.to(wide(grad.dtype), copy=True)  # autograd may hand out one tensor twice
+                self._add(source.index, None, own, shape)
 
     def put(self, grads: Sequence[Tensor]) -> None:
         """Gradients of every parameter that somebody else worked out."""

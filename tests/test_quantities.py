@@ -1,8 +1,10 @@
 """Norms, sums, inner products and statistics, for every case of the table: as from the loop's gradients."""
 
 import contextlib
+import gc
 import subprocess
 import sys
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import optree
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import grad, vmap
@@ -881,3 +884,140 @@ def test_large_models_take_little_memory(model: str, bound: float) -> None:
     done = subprocess.run([sys.executable, "-c", _LARGE, model], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < bound
+
+
+# ---- where sums, views and branches meet -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1, 2])
+def test_two_parameters_that_are_added_first(chunk_size: int | None) -> None:
+    """Autograd hands one tensor to both; the sums over chunks must not add to it twice."""
+    fn = lambda p, x: F.linear(x, p["a"] + p["b"]).tanh().sum()
+    params = {k: torch.randn(3, 4, dtype=torch.float64) for k in "ab"}
+    x, w = torch.randn(5, 4, dtype=torch.float64), torch.rand(5, dtype=torch.float64)
+    want = summed(psgrad.testing.loop_grads(fn, params, x), w)
+    found = psgrad.weighted_grad(fn, params, x, w, chunk_size=chunk_size)
+    assert_close(found, want)
+    assert found["a"].data_ptr() != found["b"].data_ptr()
+    assert_close(psgrad.weighted_grad(fn, params, x, lambda _: w, chunk_size=chunk_size), want)
+
+
+BRANCHES: dict[str, Any] = {
+    "groups": lambda p, x: (
+        F.conv1d(x.view(1, 6, -1), p.view(12, 2, 3), groups=3)
+        if x[0] > 0
+        else F.conv1d(x.view(1, 8, -1), p.view(12, 2, 3), groups=4)
+    ),
+    "views": lambda p, x: p.view(24, 3) @ x[:3] if x[0] > 0 else p.view(12, 6) @ x[:6],
+    "table": lambda p, x: (
+        F.embedding((x * 5).long() % 36, p.view(36, 2)) if x[0] > 0 else F.linear(x[:6], p.view(12, 6))
+    ),
+    "no rows": lambda p, x: (
+        F.embedding((x[:0]).long(), p.view(36, 2)).sum() + 0 * x.sum()
+        if x[0] > 0
+        else F.embedding((x * 5).long() % 36, p.view(36, 2))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+@pytest.mark.usefixtures("workspace")
+def test_gram_between_branches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples that use a parameter in other ways."""
+    monkeypatch.setattr(_plan, "keeps_dense", lambda *_: False)
+    fn = lambda p, x: BRANCHES[name](p, x).square().sum()
+    p, x = torch.randn(72, dtype=torch.float64), torch.rand(6, 24, dtype=torch.float64) - torch.tensor([[0.5]])
+    x[:3, 0], x[3:, 0] = 0.5, -0.5
+    rows = flat(psgrad.testing.loop_grads(fn, p, x))
+    assert_close(psgrad.gram(fn, p, x), rows @ rows.mT)
+    assert_close(psgrad.per_sample_norms(fn, p, x), rows.norm(dim=1))
+
+
+@pytest.mark.parametrize("close", [1e-2, 1e-4])
+def test_norms_of_positions_that_cancel(close: float) -> None:
+    """Tokens alike, cotangents that sum to nothing: float32 norms keep their digits."""
+    fn = lambda p, s: (F.linear(s[0], p["w"]) * s[1]).sum()
+    x = torch.randn(4, 1, 512) + close * torch.randn(4, 16, 512)
+    g = torch.randn(4, 16, 512)
+    batch = x, g - g.mean(1, keepdim=True)
+    params = {"w": torch.zeros(512, 512)}
+    exact = (batch[1].double().mT @ batch[0].double()).flatten(1).norm(dim=1)
+    assert_close(psgrad.per_sample_norms(fn, params, batch).double(), exact, rtol=1e-3, atol=0)
+
+    def tied(p: Any, s: Any) -> Tensor:
+        return (F.embedding(s[0], p["w"]) * s[1]).sum() - (F.linear(s[1], p["w"]) * s[2]).sum() * (1 - close)
+
+    index = torch.arange(5).expand(3, 5)
+    batch3 = index, torch.randn(3, 5, 30), F.one_hot(index, 20).float()
+    params = {"w": torch.zeros(20, 30)}
+    exact = flat(
+        psgrad.testing.loop_grads(tied, {"w": params["w"].double()}, (index, batch3[1].double(), batch3[2].double()))
+    )
+    assert_close(psgrad.per_sample_norms(tied, params, batch3).double(), exact.norm(dim=1), rtol=1e-2, atol=0)
+
+
+def test_variances_of_rows_that_hardly_vary() -> None:
+    fn = lambda p, x: (F.embedding(torch.arange(6), p) * x).sum()
+    x = 1 + 1e-3 * torch.randn(50, 6, 32)
+    stats = psgrad.grad_stats(fn, torch.zeros(1000, 32), x)
+    assert_close(stats.variance[:6], x.var(0), rtol=1e-3, atol=0)
+    assert_close(stats.variance[6:], torch.zeros(994, 32))
+
+
+def test_weights_that_half_losses_cannot_hold() -> None:
+    fn = lambda w, x: (w * x).sum()
+    w, x = torch.zeros(4, dtype=torch.float16), torch.full((3, 4), 1e-4, dtype=torch.float16)
+    found = psgrad.weighted_grad(fn, w, x, torch.full((3,), 1e6))
+    assert_close(found, torch.full((4,), 300.0, dtype=torch.float16), rtol=1e-2, atol=0)
+
+
+def test_what_fn_closes_over_may_change_later() -> None:
+    index = torch.tensor([0, 2, 2])
+    fg = psgrad.factored_grads(lambda p, x: (F.embedding(index, p) * x).sum(), torch.ones(4, 50), torch.randn(5, 3, 50))
+    before = fg.dense()
+    index.add_(1)
+    assert_close(fg.dense(), before)
+
+
+def test_channels_last_slices() -> None:
+    fn = lambda p, x: (F.conv2d(x[None], p[:64]) + F.conv2d(x[None], p[64:])).square().sum()
+    x = torch.randn(2, 32, 5, 5).to(memory_format=torch.channels_last)
+    p = torch.randn(128, 32, 3, 3)
+    grads = psgrad.per_sample_grads(fn, p, x)
+    assert_close(psgrad.clipped_grad(fn, p, x, 1e9).grad, grads.sum(0), rtol=1e-3, atol=1e-2)
+    assert psgrad.grad_stats(fn, p, x).variance.shape == p.shape
+
+
+@pytest.mark.parametrize("guard", [torch.inference_mode, torch.no_grad])
+def test_whatever_the_caller_switched_off(guard: Any) -> None:
+    fn, params, batch = layers()
+    want = psgrad.grad_stats(fn, params, batch)
+    with guard():
+        assert_close(tuple(psgrad.grad_stats(fn, params, batch)), tuple(want))
+        assert_close(psgrad.gram(fn, params, batch), psgrad.factored_grads(fn, params, batch).dots())
+        assert_close(psgrad.clipped_grad(fn, params, batch, 1.0).norms, want.sq_norms.sqrt())
+
+
+def test_no_call_leaves_a_cycle() -> None:
+    """A result that only the collector could free would fill the memory of a loop."""
+    fn = lambda p, x: (x @ p["w"].t()).square().sum()
+    params, x = {"w": torch.randn(3, 4)}, torch.randn(5, 4)
+    gc.collect()
+    gc.disable()
+    try:
+        kept = [weakref.ref(psgrad.per_sample_grads(fn, params, x)["w"]) for _ in range(3)]
+        assert [ref() for ref in kept] == [None] * 3
+    finally:
+        gc.enable()
+
+
+def test_a_checkpoint_keeps_no_factor_for_norms() -> None:
+    fn, params, batch = layers()
+
+    def checkpointed(p: Any, x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(fn, p, x, use_reentrant=False)
+
+    check_all(checkpointed, params, batch)
+    assert_close(
+        psgrad.clipped_grad(checkpointed, params, batch, 1.0).grad, psgrad.clipped_grad(fn, params, batch, 1.0).grad
+    )
