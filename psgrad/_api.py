@@ -112,7 +112,7 @@ def per_sample_grads(
     """
     problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness=randomness, has_aux=has_aux)
     buffers = _buffers(out, problem) if out is not None else None
-    step = step_of(problem, chunk_size, max_bytes, grads_work(problem))
+    step = step_of(problem, chunk_size, max_bytes, grads_work)
     if ft.current_level() is not None or not ft.AVAILABLE:
         grads, outcome = composed(problem, step)
     else:
@@ -132,14 +132,16 @@ def per_sample_grads(
     return result, (outcome.values, aux) if return_value else aux
 
 
-def step_of(problem: Problem, chunk_size: int | None, max_bytes: int | None, work: _memory.Work) -> int:
+def step_of(
+    problem: Problem, chunk_size: int | None, max_bytes: int | None, work: Callable[[Problem], _memory.Work]
+) -> int:
     """How many samples to run at once."""
     _problem.check_positive("chunk_size", chunk_size)
     _problem.check_positive("max_bytes", max_bytes)
     if chunk_size is not None and max_bytes is not None:
         raise ArgumentError("chunk_size and max_bytes are both given\n  give one: max_bytes works out a chunk size.")
     if max_bytes is not None and problem.n > 0 and ft.current_level() is None:
-        return _memory.chunk_size(problem, max_bytes, work)
+        return _memory.chunk_size(problem, max_bytes, work(problem))
     return min(chunk_size or problem.n, problem.n)
 
 

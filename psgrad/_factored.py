@@ -1,5 +1,6 @@
 """FactoredGrads: per-sample gradients that are not written out, and what can be asked of them."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -132,7 +133,7 @@ class FactoredGrads:
         check_nonfinite(nonfinite)
         max_norm, norms = check_max_norm(max_norm), self.norms()
         if nonfinite == "raise":
-            refuse_nonfinite(norms)
+            refuse_nonfinite(norms[None])
         return self._typed(self._sums([clip_weights(norms, max_norm, norms.isfinite(), nonfinite)] * len(self._metas)))
 
     def variance(self) -> Any:
@@ -287,10 +288,10 @@ def clip_weights(norms: Tensor, max_norm: Any, finite: Tensor | None, nonfinite:
 
 
 def refuse_nonfinite(norms: Tensor) -> None:
-    """Raise for samples whose gradients are not finite."""
-    if bool(norms.sum().isfinite()):
+    """Raise for samples whose gradients have norms (B, N) that are not finite."""
+    if math.isfinite(norms.sum()):
         return
-    bad = (~norms.isfinite()).nonzero()[:, 0].tolist()
+    bad = (~norms.isfinite().all(0)).nonzero()[:, 0].tolist()
     if bad:
         shown = ", ".join(map(str, bad[:10])) + (f", ... ({len(bad)} in all)" if len(bad) > 10 else "")
         raise ArgumentError(

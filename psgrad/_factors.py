@@ -23,7 +23,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def widened(t: Tensor) -> Tensor:
-    return t.to(wide(t.dtype))
+    return t if t.element_size() >= 4 else t.float()
 
 
 def norms_of(grads: Tensor) -> Tensor:
@@ -46,8 +46,11 @@ def weighted_sum_of(grads: Tensor, w: Tensor | None) -> Tensor:
     """Gradients (N, *shape) summed with weights (N,), or as they are."""
     if w is None:
         return grads.sum(0, dtype=wide(grads.dtype))
-    flat = widened(grads).reshape(len(grads), -1)
-    return torch.mv(flat.mT, w.to(flat.dtype)).view(grads.shape[1:])
+    flat = widened(grads)
+    if flat.dim() != 2:
+        flat = flat.reshape(len(grads), -1)
+    total = torch.mv(flat.t(), w.to(flat.dtype))
+    return total if grads.dim() == 2 else total.view(grads.shape[1:])
 
 
 def scaled(g: Tensor, w: Tensor | None) -> Tensor:
@@ -101,8 +104,7 @@ class Factor:
 
     def tiles(self: F, bytes_each: int | None = None) -> Iterator[tuple[slice, F]]:
         """The factor a few samples at a time, so that their gradients fit the workspace."""
-        n = len(self)
-        step = _plan.samples_at_once(prod(self.shape) * self.dtype.itemsize if bytes_each is None else bytes_each)
+        n, step = len(self), _plan.tile(prod(self.shape) * self.dtype.itemsize if bytes_each is None else bytes_each)
         for start in range(0, n, step):
             rows = slice(start, min(start + step, n))
             yield rows, self if step >= n else self.select(rows)
@@ -243,7 +245,11 @@ class Outer(Factor):
         return torch.cat(found), torch.cat(alone)
 
     def weighted_sum(self, w: Tensor | None = None) -> Tensor:
-        x, g = widened(self.x), scaled(self.g, w)
+        x, g = widened(self.x), widened(self.g)
+        if x.dim() == 3 and x.shape[1] == 1:
+            x, g = x[:, 0], g[:, 0]
+            return torch.mm(g.t() if w is None else g.t() * w.to(g.dtype), x)
+        g = scaled(g, w)
         if x.dim() == 4:  # each head alone
             x, g = x.transpose(0, 1).flatten(1, 2), g.transpose(0, 1).flatten(1, 2)
             return g.mT @ x

@@ -82,7 +82,7 @@ def _aligned(a: Factor, b: Factor) -> tuple[Iterator[Factor], Iterator[Factor]]:
         return iter([a]), iter([b])
     size, grain = a.shape[0], lcm(_grain(a), _grain(b))
     each = (len(a) + len(b)) * prod(a.shape[1:]) * grain * wide(a.dtype).itemsize
-    step = grain * _plan.samples_at_once(each)
+    step = grain * _plan.tile(each)
     cuts = [slice(start, min(start + step, size)) for start in range(0, size, step)]
     return (_cut(a, rows) for rows in cuts), (_cut(b, rows) for rows in cuts)
 

@@ -1,5 +1,6 @@
 """The factor of a convolution's weight."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -81,6 +82,11 @@ class Patches(Factor):
         steps = [s * d for s, d in zip(by_s, dilation, strict=True)]
         moves = [s * d for s, d in zip(by_s, stride, strict=True)]
         return x.as_strided((n, c, *self.kernel, b, *self.g.shape[3:]), (by_n, by_c, *steps, by_b, *moves))
+
+    def tiles(self, bytes_each: int | None = None) -> "Iterator[tuple[slice, Patches]]":
+        """Larger than others': each tile has patches to lay out."""
+        size = prod(self.shape) * self.x.element_size() if bytes_each is None else bytes_each
+        return super().tiles(max(1, size * _plan.TILE // _plan.WORKSPACE))
 
     def norms(self) -> Tensor:
         plan = _plan.conv_norms(self.x.shape, self.g.shape, self.geometry, self.kernel, self.x.element_size())

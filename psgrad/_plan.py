@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
-WORKSPACE = 4 << 20  # bytes: what a strategy may hold at once; malloc keeps blocks of this size for reuse
+TILE = 4 << 20  # bytes: gradients written out at once, to be reduced; larger ones leave the cache
+WORKSPACE = 16 << 20  # bytes: what a strategy may hold at once; malloc keeps blocks of this size for reuse
 
 
 class Plan(NamedTuple):
@@ -29,13 +30,18 @@ def samples_at_once(bytes_each: int) -> int:
     return max(1, WORKSPACE // max(1, bytes_each))
 
 
+def tile(bytes_each: int) -> int:
+    """How many samples' gradients make a tile; one always does."""
+    return max(1, TILE // max(1, bytes_each))
+
+
 def keeps_dense(held: int, dense: int) -> bool:
     """Whether to keep gradients in place of their factor, from the bytes of either.
 
     Where gradients are about as small as the factor (a convolution over many positions), norms need them written
     out anyway, and a weighted sum of them is cheaper than of the factor.
     """
-    return dense <= held
+    return dense <= 1.25 * held
 
 
 def gram_block(t: int) -> int:
@@ -52,8 +58,8 @@ def outer_norms(n: int, t: int, i: int, o: int, itemsize: int) -> Plan:
     gram, tiles = t * t * (i + o), t * i * o
     if t > 0 and gram <= tiles:
         block = gram_block(t)
-        return Plan("gram", n * gram, min(n, samples_at_once(8 * block * block)) * 8 * block * block)
-    return Plan("tiles", n * tiles, min(n, samples_at_once(i * o * itemsize)) * i * o * itemsize)
+        return Plan("gram", n * gram, min(n, tile(8 * block * block)) * 8 * block * block)
+    return Plan("tiles", n * tiles, min(n, tile(i * o * itemsize)) * i * o * itemsize)
 
 
 def outer_dots(n: int, t: int, m: int, s: int, o: int, i: int) -> Plan:
@@ -64,7 +70,7 @@ def outer_dots(n: int, t: int, m: int, s: int, o: int, i: int) -> Plan:
     """
     gram, tiles = n * t * m * s * (i + o), (n * t + m * s + n * m) * i * o
     if t * s > 0 and gram <= tiles:
-        return Plan("gram", gram, min(n, samples_at_once(8 * t * m * s)) * 8 * t * m * s)
+        return Plan("gram", gram, min(n, tile(8 * t * m * s)) * 8 * t * m * s)
     return Plan("tiles", tiles, WORKSPACE)
 
 

@@ -22,7 +22,7 @@ class Sampled(NamedTuple):
     aux_spec: optree.PyTreeSpec | None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)  # not frozen, which would cost 10 us a call; nobody changes one
 class Problem:
     """`fn` over N samples: `params` and `batch` as flat lists, a batch leaf's sample axis in front."""
 
@@ -182,7 +182,7 @@ def _own(t: Tensor) -> Tensor:
     if ft.current_level() is not None:
         return t
     if not t.is_inference():
-        return t.detach()
+        return t.detach() if t.requires_grad else t
     with torch.inference_mode(False):
         return t.clone()
 
@@ -219,6 +219,10 @@ def _flat_batch(
     batch: Any, in_dims: Any, own: Callable[[Tensor], Tensor]
 ) -> tuple[list[Any], list[bool], optree.PyTreeSpec, int]:
     leaves, spec = optree.tree_flatten(batch, none_is_leaf=True)
+    if in_dims == 0 and leaves and all(isinstance(t, Tensor) and t.dim() for t in leaves):  # as most batches are
+        n = leaves[0].shape[0]
+        if all(t.shape[0] == n for t in leaves):
+            return [own(t) for t in leaves], [True] * len(leaves), spec, n
     try:
         whole = type(in_dims) is int
         dims = [in_dims] * len(leaves) if whole else optree.broadcast_prefix(in_dims, batch, none_is_leaf=True)

@@ -1,5 +1,6 @@
 """What people compute from per-sample gradients, in one call each, without writing the gradients out."""
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -119,8 +120,13 @@ def _no_totals(problem: Problem) -> list[Tensor | None]:
     return [None] * len(problem.params)
 
 
-def _work(name: str, do: Callable[[Problem, Run], object], problem: Problem, in_place: bool = False) -> Work:
-    """What a sum over samples does."""
+def _work(name: str, do: Callable[[Problem, Run], object]) -> Callable[[Problem], Work]:
+    """What is done with a chunk, for those who ask what it allocates."""
+    return lambda _: Work(name, do)
+
+
+def _summing(name: str, do: Callable[[Problem, Run], object], problem: Problem, in_place: bool = False) -> Work:
+    """The same for sums over samples, which are the result."""
     sizes = [p.numel() * wide(p.dtype).itemsize for p in problem.params]
     return Work(name, do, sums=sum(sizes) - (max(sizes) if in_place else 0), in_place=in_place)
 
@@ -219,7 +225,7 @@ def factored_grads(
     """
     _outside("factored_grads")
     problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness=randomness, has_aux=has_aux)
-    step = step_of(problem, chunk_size, max_bytes, Work("factored", _factored))
+    step = step_of(problem, chunk_size, max_bytes, _work("factored", _factored))
     with _engine.differentiating():
         parts = [(rows, _factored(chunk)) for rows, chunk in _chunks(problem, step)]
         if not parts:
@@ -301,7 +307,7 @@ def per_sample_norms(
         step = min(chunk_size or problem.n, problem.n)
         norms = _attached_norms(problem, step, per_param)
     else:
-        step = step_of(problem, chunk_size, max_bytes, Work("norms", _norms))
+        step = step_of(problem, chunk_size, max_bytes, _work("norms", _norms))
         with _engine.differentiating():
             rows = [_norms(chunk, per_param=per_param)[0] for _, chunk in _chunks(problem, step)]
         count = len(problem.params) if per_param else 1
@@ -390,9 +396,9 @@ def weighted_grad(
 
     with _engine.differentiating():
         if not callable(weights):
-            step = step_of(problem, chunk_size, max_bytes, _work("sums", _sums, problem))
+            step = step_of(problem, chunk_size, max_bytes, partial(_summing, "sums", _sums))
             return _finished(problem, _weighted(problem, given(weights), step))
-        step = step_of(problem, chunk_size, max_bytes, _work("clipped", _clip_work, problem, True))
+        step = step_of(problem, chunk_size, max_bytes, partial(_summing, "clipped", _clip_work, in_place=True))
         if step >= problem.n > 0:
             fg = _factored(problem)
             w = given(weights(_back(fg.norms(), index, n)))
@@ -489,17 +495,18 @@ def clipped_grad(
     _check_bound(chunk_size, max_bytes)
     with _engine.differentiating():
         try:
-            step = step_of(problem, chunk_size, max_bytes, _work("clipped", _clip_work, problem, True))
+            step = step_of(problem, chunk_size, max_bytes, partial(_summing, "clipped", _clip_work, in_place=True))
         except ArgumentError:
             if max_bytes is None or len(bounds) > 1:
                 raise
             totals, norms, values = _clipped_in_two(problem, bounds[0], nonfinite, max_bytes)
         else:
             totals, norms, values = _clipped(problem, bounds, group, nonfinite, step)
-    norms, values = _back(norms.mT, index, n).mT, _back(values, index, n)
+    if index is not None:
+        norms, values = _back(norms.mT, index, n).mT, _back(values, index, n)
     if nonfinite == "raise":
-        refuse_nonfinite(norms.sum(0))
-    given = list(norms)
+        refuse_nonfinite(norms)
+    given = list(norms) if len(norms) > 1 else [norms[0]]
     return ClippedGrad(
         _finished(problem, totals),
         given[0] if bounds_spec is None else optree.tree_unflatten(bounds_spec, given),
@@ -568,17 +575,17 @@ def _clipped(
             each = optree.tree_leaves(fg.norms(per_param=True))
             of_bound = [[t for t, k in zip(each, group, strict=True) if k == b] for b in range(len(bounds))]
             norms = torch.stack([norm_of_norms(ts) if ts else torch.zeros_like(each[0]) for ts in of_bound])
-        finite = norms.sum(0).isfinite()
-        good = bool(finite.all())
-        weights = [
-            clip_weights(t, bound, None if good else finite, nonfinite) for t, bound in zip(norms, bounds, strict=True)
-        ]
+        good = math.isfinite(norms.sum())
+        finite = None if good else norms.sum(0).isfinite()
+        weights = [clip_weights(t, bound, finite, nonfinite) for t, bound in zip(norms, bounds, strict=True)]
         fg._add_sums([weights[k] for k in group], totals, counted=good)
         all_norms.append(norms)
         all_values.append(fg.values)
         del fg, weights  # before the next chunk runs
     if not all_norms:
         return totals, problem.params[0].new_empty(len(bounds), 0, dtype=_dtype(problem)), _no_values(problem)
+    if len(all_norms) == 1:
+        return totals, all_norms[0], all_values[0]
     return totals, torch.cat(all_norms, 1), torch.cat(all_values)
 
 
@@ -586,7 +593,7 @@ def _clipped_in_two(
     problem: Problem, bound: Any, nonfinite: str, max_bytes: int
 ) -> tuple[list[Tensor | None], Tensor, Tensor]:
     """The same by two passes: norms, then the gradient of the weighted losses. Both draw the same numbers."""
-    works = _work("sums", _sums, problem), Work("norms", _norms)  # the first asks for more, as a rule
+    works = partial(_summing, "sums", _sums), _work("norms", _norms)  # the first asks for more, as a rule
     step = min(step_of(problem, None, max_bytes, work) for work in works)
     states, norms, values = [], [], []
     for _, chunk in _chunks(problem, step):
@@ -634,7 +641,7 @@ def gram(
     _outside("gram")
     problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness=randomness)
     n, (problem, index) = problem.n, _valid(problem, valid)
-    step = step_of(problem, chunk_size, max_bytes, Work("gram", _gram_work))
+    step = step_of(problem, chunk_size, max_bytes, _work("gram", _gram_work))
     with _engine.differentiating():
         if isinstance(other, FactoredGrads):
             found = _stacked([_factored(chunk).dots(other) for _, chunk in _chunks(problem, step)], problem, len(other))
@@ -738,7 +745,7 @@ def grad_stats(
     _outside("grad_stats")
     problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness=randomness)
     n, (problem, index) = problem.n, _valid(problem, valid)
-    step = step_of(problem, chunk_size, max_bytes, _work("stats", _stats_work, problem))
+    step = step_of(problem, chunk_size, max_bytes, partial(_summing, "stats", _stats_work))
     sq_norms, values, seen = [], [], 0
     with _engine.differentiating():
         mean = [meta.new() for meta in _metas(problem)]

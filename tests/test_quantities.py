@@ -66,6 +66,7 @@ def workspace(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """Tight: everything that is cut into tiles is cut into many."""
     if request.param == "tight":
         monkeypatch.setattr(_plan, "WORKSPACE", 100)
+        monkeypatch.setattr(_plan, "TILE", 100)
         monkeypatch.setattr(_plan, "gram_block", lambda t: max(1, min(t, 2)))
 
 
@@ -239,6 +240,7 @@ class Watch(TorchDispatchMode):
 def test_no_tensor_of_n_times_p(quantity: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither for the tied table nor for the layers that are called twice: N x P of any one parameter."""
     monkeypatch.setattr(_plan, "WORKSPACE", 1 << 12)
+    monkeypatch.setattr(_plan, "TILE", 1 << 12)
     n, width, vocabulary = 16, 32, 500
     fn, params = psgrad.from_module(TiedGPT(vocabulary, width), tokens_loss)
     batch = torch.randint(vocabulary, (n, 12)), torch.randint(vocabulary, (n, 12))
