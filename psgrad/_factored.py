@@ -325,7 +325,7 @@ def _norms_of(i: int, block: Block) -> Tensor | None:
 def norm_of_all(norms: Sequence[Tensor | None]) -> Tensor | None:
     """The norms of all parameters together; None where all gradients are zero."""
     there = [t for t in norms if t is not None]
-    if any(t.dtype != there[0].dtype or t.device != there[0].device for t in there):
+    if len({(t.dtype, t.device) for t in there}) > 1:
         there = [t.to(there[0].device, torch.float64) for t in there]
     return norm_of_norms(there) if there else None
 

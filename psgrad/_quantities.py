@@ -521,9 +521,12 @@ def _check_bound(chunk_size: int | None, max_bytes: int | None) -> None:
 
 def _bounds(max_norm: Any, params: Any) -> tuple[list[Any], optree.PyTreeSpec | None, list[int]]:
     """The bounds, their tree where they are one, and which of them each parameter is under."""
+    count = len(optree.tree_leaves(params))
+    if isinstance(max_norm, (float, int)):
+        return [check_max_norm(max_norm)], None, [0] * count
     leaves, spec = optree.tree_flatten(max_norm)
     if spec.is_leaf():
-        return [check_max_norm(max_norm)], None, [0] * len(optree.tree_leaves(params))
+        return [check_max_norm(max_norm)], None, [0] * count
     names = _problem.paths(spec, "max_norm")
     bounds = [check_max_norm(leaf, name) for leaf, name in zip(leaves, names, strict=True)]
     numbers: Any = optree.tree_unflatten(spec, list(range(len(leaves))))

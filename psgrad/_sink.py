@@ -177,7 +177,11 @@ class FactorSink:
 
     def result(self) -> "list[Kept]":
         """What is known of each parameter's gradients."""
-        return [Kept(grouped(self.terms.pop(i, []), p.shape), p.shape) for i, p in enumerate(self.params)]
+        return [self._kept(i) for i in range(len(self.params))]
+
+    def _kept(self, i: int) -> Kept:
+        shape = self.params[i].shape
+        return Kept(grouped(self.terms.pop(i, ()), shape), shape)
 
 
 class Again(BaseException):
@@ -213,8 +217,7 @@ class NormSink(FactorSink):
 
     def norms(self) -> list[Tensor | None]:
         """Norms (N,) of every parameter; None where all are zero."""
-        kept = self.result()
-        return [self.taken[i] if i in self.taken else k.norms() for i, k in enumerate(kept)]
+        return [self.taken[i] if i in self.taken else self._kept(i).norms() for i in range(len(self.params))]
 
 
 class SumSink:
