@@ -12,7 +12,7 @@ from .peers import BASE
 from .peers.peer import Peer
 from .quantities import Truth
 
-TURN = 0.01  # seconds: short calls repeat within a turn, for a minimum as sure as that of long ones
+TURN = 0.05  # seconds: short calls repeat within a turn; with 0.01 a call of 0.3 ms never gets past cold caches
 ENOUGH = 3  # turns that even a slow contender gets
 Call = Callable[[], object]
 
