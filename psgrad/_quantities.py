@@ -2,192 +2,30 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial, reduce
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 
-from . import _engine, _problem
+from . import _chunk, _engine, _problem
 from . import _functorch as ft
 from ._api import Randomness, composed, step_of
 from ._errors import ArgumentError, ArgumentTypeError, FallbackWarning, place_of
 from ._factored import (
     Block,
     FactoredGrads,
-    Meta,
     check_max_norm,
     check_nonfinite,
     clip_weights,
-    norm_of_all,
     refuse_nonfinite,
 )
-from ._factors import norm_of_norms, wide
-from ._memory import Run, Work
+from ._factors import norm_of_norms
+from ._memory import Run
 from ._problem import Problem, generators, rewind
-from ._sink import Again, FactorSink, NormSink, SumSink
-
-# ---- what is done with the samples of one chunk ----------------------------------------------------------
-
-
-def _metas(problem: Problem) -> tuple[Meta, ...]:
-    return tuple(Meta(p.shape, p.dtype, p.device) for p in problem.params)
-
-
-def _factored(problem: Problem, run: Run = _engine.run) -> FactoredGrads:
-    """The factors of all samples."""
-    blocks: list[Block] = []
-    outcomes: list[_engine.Outcome] = []
-
-    def take(part: _engine.Part[FactorSink]) -> None:
-        index = None if part.index is None else part.index.to(problem.params[0].device)
-        blocks.append(Block(index, tuple(part.sink.result())))
-        outcomes.append(part.outcome)
-
-    run(problem, lambda p: FactorSink(p.params, p.n), take)
-    outcome = _engine.join(outcomes, [block.index for block in blocks])
-    aux = optree.tree_unflatten(outcome.aux_spec, outcome.aux) if outcome.aux_spec is not None else None
-    return FactoredGrads(tuple(blocks), _metas(problem), problem.params_spec, problem.n, outcome.values, aux)
-
-
-def _norms(
-    problem: Problem, run: Run = _engine.run, *, per_param: bool = False, draws: Any = None
-) -> tuple[Tensor, Tensor]:
-    """Norms (1, N), or (P, N) of each of P parameters, and losses; factors are let go as they come.
-
-    `draws`: the generators' states, for those who want the same numbers drawn again later.
-    """
-    try:
-        return _norms_by(NormSink, problem, run, per_param)
-    except Again:
-        rewind(draws or {})
-        return _norms_by(partial(NormSink, hasty=False), problem, run, per_param)
-
-
-def _norms_by(
-    sink: Callable[[Sequence[Tensor], int], NormSink], problem: Problem, run: Run, per_param: bool
-) -> tuple[Tensor, Tensor]:
-    found: list[Tensor] = []
-    places: list[Tensor | None] = []
-    outcomes: list[_engine.Outcome] = []
-    dtype, device = _dtype(problem), problem.params[0].device
-
-    def take(part: _engine.Part[NormSink]) -> None:
-        rows = part.sink.norms()
-        if not per_param:
-            rows = [norm_of_all(rows)]
-        n = len(part.outcome.values)
-        full = [torch.zeros(n, dtype=dtype, device=device) if t is None else t.to(device, dtype) for t in rows]
-        found.append(torch.stack(full) if per_param else full[0][None])
-        places.append(part.index)
-        outcomes.append(part.outcome)
-
-    run(problem, lambda p: sink(p.params, p.n), take)
-    values = _engine.join(outcomes, places).values
-    if places[0] is None:
-        return found[0], values
-    whole = torch.empty(len(found[0]), problem.n, dtype=dtype, device=device)
-    for index, rows in zip(places, found, strict=True):
-        assert index is not None
-        whole[:, index.to(device)] = rows
-    return whole, values
-
-
-def _dtype(problem: Problem) -> torch.dtype:
-    """The dtype of norms."""
-    return reduce(torch.promote_types, {wide(p.dtype) for p in problem.params})
-
-
-def _sums(problem: Problem, run: Run = _engine.run) -> tuple[list[Tensor | None], Tensor]:
-    """The gradients summed over all samples, each loss counting as `problem.seed` says; and the losses."""
-    totals = _no_totals(problem)
-    outcomes: list[_engine.Outcome] = []
-    places: list[Tensor | None] = []
-
-    def take(part: _engine.Part[SumSink]) -> None:
-        _accumulate(totals, part.sink.result())
-        outcomes.append(part.outcome)
-        places.append(part.index)
-
-    run(problem, lambda p: SumSink(p.params, p.seed), take)
-    return totals, _engine.join(outcomes, places).values
-
-
-def _no_totals(problem: Problem) -> list[Tensor | None]:
-    return [None] * len(problem.params)
-
-
-def _work(name: str, do: Callable[[Problem, Run], object]) -> Callable[[Problem], Work]:
-    """What is done with a chunk, for those who ask what it allocates."""
-    return lambda _: Work(name, do)
-
-
-def _summing(name: str, do: Callable[[Problem, Run], object], problem: Problem, in_place: bool = False) -> Work:
-    """The same for sums over samples, which are the result."""
-    sizes = [p.numel() * wide(p.dtype).itemsize for p in problem.params]
-    return Work(name, do, sums=sum(sizes) - (max(sizes) if in_place else 0), in_place=in_place)
-
-
-def _accumulate(totals: list[Tensor | None], found: Sequence[Tensor | None]) -> None:
-    for i, t in enumerate(found):
-        if t is not None:
-            total = totals[i]
-            totals[i] = t if total is None else total.add_(t)
-
-
-def _finished(problem: Problem, totals: Sequence[Tensor | None]) -> Any:
-    """Sums as a pytree like params, in the parameters' dtypes; zeros where there is nothing."""
-    leaves = [
-        torch.zeros_like(p, memory_format=torch.contiguous_format) if t is None else t.to(p.dtype)
-        for t, p in zip(totals, problem.params, strict=True)
-    ]
-    return optree.tree_unflatten(problem.params_spec, leaves)
-
-
-# ---- chunks, and samples that do not count ---------------------------------------------------------------
-
-
-def _chunks(problem: Problem, step: int) -> Iterator[tuple[slice, Problem]]:
-    for start in range(0, problem.n, max(step, 1)):
-        rows = slice(start, min(start + step, problem.n))
-        yield rows, problem if step >= problem.n else problem.rows(rows)
-
-
-def _outside(name: str) -> None:
-    """These are not differentiable functions."""
-    if ft.current_level() is not None:
-        raise ArgumentError(
-            f"{name} is called inside a torch.func transform\n"
-            "  compute it from per_sample_grads there, which can be differentiated and vmapped."
-        )
-
-
-def _valid(problem: Problem, valid: Any) -> tuple[Problem, Tensor | None]:
-    """The samples that count, and which they are; None: all."""
-    if valid is None:
-        return problem, None
-    if not isinstance(valid, Tensor) or valid.dtype != torch.bool or tuple(valid.shape) != (problem.n,):
-        what = f"{valid.dtype}, {tuple(valid.shape)}" if isinstance(valid, Tensor) else f"a {type(valid).__name__}"
-        raise ArgumentError(f"valid is {what}, not booleans of shape ({problem.n},)\n  give one per sample.")
-    if bool(valid.all()):
-        return problem, None
-    index = valid.nonzero()[:, 0]
-    return problem.rows(index), index
-
-
-def _back(t: Tensor, index: Tensor | None, n: int) -> Tensor:
-    """Rows of the samples that count among zeros for the others."""
-    return t if index is None else t.new_zeros(n, *t.shape[1:]).index_copy_(0, index.to(t.device), t)
-
-
-def _no_values(problem: Problem) -> Tensor:
-    return problem.params[0].new_empty(0, dtype=_dtype(problem))
-
-
-# ---- the public functions --------------------------------------------------------------------------------
 
 
 def factored_grads(
@@ -223,13 +61,13 @@ def factored_grads(
     Returns:
         A `FactoredGrads`; its `values` are the losses, its `aux` what `fn` returned besides.
     """
-    _outside("factored_grads")
+    _chunk.refuse_inside_transforms("factored_grads")
     problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness=randomness, has_aux=has_aux)
-    step = step_of(problem, chunk_size, max_bytes, _work("factored", _factored))
+    step = step_of(problem, chunk_size, max_bytes, _chunk.work("factored", _chunk.factored))
     with _engine.differentiating():
-        parts = [(rows, _factored(chunk)) for rows, chunk in _chunks(problem, step)]
+        parts = [(rows, _chunk.factored(chunk)) for rows, chunk in _chunk.chunks(problem, step)]
         if not parts:
-            return FactoredGrads((), _metas(problem), problem.params_spec, 0, _no_values(problem))
+            return FactoredGrads((), _chunk.metas(problem), problem.params_spec, 0, _chunk.no_values(problem))
         return _own(_concatenated(problem, parts), problem)
 
 
@@ -297,7 +135,7 @@ def per_sample_norms(
     """
     attached = differentiable or ft.current_level() is not None
     problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness=randomness, attached=differentiable)
-    n, (problem, index) = problem.n, _valid(problem, valid)
+    n, (problem, index) = problem.n, _chunk.counting(problem, valid)
     leaves = [t for t in (*problem.params, *problem.batch) if isinstance(t, Tensor)]
     if differentiable and ft.current_level() is None and not any(t.requires_grad for t in leaves):
         raise ArgumentError(
@@ -307,18 +145,18 @@ def per_sample_norms(
         step = min(chunk_size or problem.n, problem.n)
         norms = _attached_norms(problem, step, per_param)
     else:
-        step = step_of(problem, chunk_size, max_bytes, _work("norms", _norms))
+        step = step_of(problem, chunk_size, max_bytes, _chunk.work("norms", _chunk.norms))
         with _engine.differentiating():
-            rows = [_norms(chunk, per_param=per_param)[0] for _, chunk in _chunks(problem, step)]
+            rows = [_chunk.norms(chunk, per_param=per_param)[0] for _, chunk in _chunk.chunks(problem, step)]
         count = len(problem.params) if per_param else 1
         norms = list(
             rows[0]
             if len(rows) == 1
             else torch.cat(rows, 1)
             if rows
-            else problem.params[0].new_empty(count, 0, dtype=_dtype(problem))
+            else problem.params[0].new_empty(count, 0, dtype=_chunk.dtype_of(problem))
         )
-    norms = [_back(t, index, n) for t in norms]
+    norms = [_chunk.spread_out(t, index, n) for t in norms]
     return optree.tree_unflatten(problem.params_spec, norms) if per_param else norms[0]
 
 
@@ -387,28 +225,30 @@ def weighted_grad(
     Returns:
         A pytree like params.
     """
-    _outside("weighted_grad")
+    _chunk.refuse_inside_transforms("weighted_grad")
     problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness=randomness)
-    n, (problem, index) = problem.n, _valid(problem, valid)
+    n, (problem, index) = problem.n, _chunk.counting(problem, valid)
 
     def given(weights: Any) -> Tensor:
         return _checked_weights(weights, n, index, problem)
 
     with _engine.differentiating():
         if not callable(weights):
-            step = step_of(problem, chunk_size, max_bytes, partial(_summing, "sums", _sums))
-            return _finished(problem, _weighted(problem, given(weights), step))
-        step = step_of(problem, chunk_size, max_bytes, partial(_summing, "clipped", _clip_work, in_place=True))
+            step = step_of(problem, chunk_size, max_bytes, partial(_chunk.summing, "sums", _chunk.sums))
+            return _chunk.finished(problem, _weighted(problem, given(weights), step))
+        step = step_of(problem, chunk_size, max_bytes, partial(_chunk.summing, "clipped", _clip_work, in_place=True))
         if step >= problem.n > 0:
-            fg = _factored(problem)
-            w = given(weights(_back(fg.norms(), index, n)))
-            return _finished(problem, fg._sums([w] * len(problem.params)))
+            fg = _chunk.factored(problem)
+            w = given(weights(_chunk.spread_out(fg.norms(), index, n)))
+            return _chunk.finished(problem, fg._sums([w] * len(problem.params)))
         states, rows = [], []
-        for _, chunk in _chunks(problem, step):
+        for _, chunk in _chunk.chunks(problem, step):
             states.append(generators(problem.params))
-            rows.append(_norms(chunk, draws=states[-1])[0][0])
-        norms = torch.cat(rows) if rows else _no_values(problem)
-        return _finished(problem, _weighted(problem, given(weights(_back(norms, index, n))), step, states))
+            rows.append(_chunk.norms(chunk, draws=states[-1])[0][0])
+        norms = torch.cat(rows) if rows else _chunk.no_values(problem)
+        return _chunk.finished(
+            problem, _weighted(problem, given(weights(_chunk.spread_out(norms, index, n))), step, states)
+        )
 
 
 def _checked_weights(weights: Any, n: int, index: Tensor | None, problem: Problem) -> Tensor:
@@ -433,12 +273,12 @@ def _checked_weights(weights: Any, n: int, index: Tensor | None, problem: Proble
 
 def _weighted(problem: Problem, w: Tensor, step: int, states: Sequence[Any] = ()) -> list[Tensor | None]:
     """The gradients of the weighted losses, summed; each chunk draws from the state given for it."""
-    totals = _no_totals(problem)
+    totals = _chunk.no_totals(problem)
     after = generators(problem.params)
-    for k, (_, chunk) in enumerate(_chunks(replace(problem, seed=w), step)):
+    for k, (_, chunk) in enumerate(_chunk.chunks(replace(problem, seed=w), step)):
         if states:
             rewind(states[k])
-        _accumulate(totals, _sums(chunk)[0])
+        _chunk.accumulate(totals, _chunk.sums(chunk)[0])
     if states:
         rewind(after)
     return totals
@@ -487,15 +327,17 @@ def clipped_grad(
     Returns:
         `ClippedGrad(grad, norms, values)`.
     """
-    _outside("clipped_grad")
+    _chunk.refuse_inside_transforms("clipped_grad")
     check_nonfinite(nonfinite)
     problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness=randomness)
     bounds, bounds_spec, group = _bounds(max_norm, params)
-    n, (problem, index) = problem.n, _valid(problem, valid)
+    n, (problem, index) = problem.n, _chunk.counting(problem, valid)
     _check_bound(chunk_size, max_bytes)
     with _engine.differentiating():
         try:
-            step = step_of(problem, chunk_size, max_bytes, partial(_summing, "clipped", _clip_work, in_place=True))
+            step = step_of(
+                problem, chunk_size, max_bytes, partial(_chunk.summing, "clipped", _clip_work, in_place=True)
+            )
         except ArgumentError:
             if max_bytes is None or len(bounds) > 1:
                 raise
@@ -503,12 +345,12 @@ def clipped_grad(
         else:
             totals, norms, values = _clipped(problem, bounds, group, nonfinite, step)
     if index is not None:
-        norms, values = _back(norms.mT, index, n).mT, _back(values, index, n)
+        norms, values = _chunk.spread_out(norms.mT, index, n).mT, _chunk.spread_out(values, index, n)
     if nonfinite == "raise":
         refuse_nonfinite(norms)
     given = list(norms) if len(norms) > 1 else [norms[0]]
     return ClippedGrad(
-        _finished(problem, totals),
+        _chunk.finished(problem, totals),
         given[0] if bounds_spec is None else optree.tree_unflatten(bounds_spec, given),
         values,
     )
@@ -559,7 +401,7 @@ def _by_name(numbers: dict[str, int], names: Sequence[str]) -> list[int]:
 
 def _clip_work(problem: Problem, run: Run) -> object:
     """What a chunk of clipped_grad does, for those who ask what it allocates."""
-    fg, totals = _factored(problem, run), _no_totals(problem)
+    fg, totals = _chunk.factored(problem, run), _chunk.no_totals(problem)
     fg._add_sums([fg.norms()] * len(problem.params), totals, counted=True)
     return totals
 
@@ -568,10 +410,10 @@ def _clipped(
     problem: Problem, bounds: Sequence[Any], group: Sequence[int], nonfinite: str, step: int
 ) -> tuple[list[Tensor | None], Tensor, Tensor]:
     """The sums; norms (B, N) of the parameters under each of B bounds; the losses."""
-    totals = _no_totals(problem)
+    totals = _chunk.no_totals(problem)
     all_norms, all_values = [], []
-    for _, chunk in _chunks(problem, step):
-        fg = _factored(chunk)
+    for _, chunk in _chunk.chunks(problem, step):
+        fg = _chunk.factored(chunk)
         if len(bounds) == 1:
             norms = fg.norms()[None]
         else:
@@ -586,7 +428,11 @@ def _clipped(
         all_values.append(fg.values)
         del fg, weights  # before the next chunk runs
     if not all_norms:
-        return totals, problem.params[0].new_empty(len(bounds), 0, dtype=_dtype(problem)), _no_values(problem)
+        return (
+            totals,
+            problem.params[0].new_empty(len(bounds), 0, dtype=_chunk.dtype_of(problem)),
+            _chunk.no_values(problem),
+        )
     if len(all_norms) == 1:
         return totals, all_norms[0], all_values[0]
     return totals, torch.cat(all_norms, 1), torch.cat(all_values)
@@ -596,12 +442,15 @@ def _clipped_in_two(
     problem: Problem, bound: Any, nonfinite: str, max_bytes: int
 ) -> tuple[list[Tensor | None], Tensor, Tensor]:
     """The same by two passes: norms, then the gradient of the weighted losses. Both draw the same numbers."""
-    works = partial(_summing, "sums", _sums), _work("norms", _norms)  # the first asks for more, as a rule
+    works = (
+        partial(_chunk.summing, "sums", _chunk.sums),
+        _chunk.work("norms", _chunk.norms),
+    )  # the first asks for more, as a rule
     step = min(step_of(problem, None, max_bytes, work) for work in works)
     states, norms, values = [], [], []
-    for _, chunk in _chunks(problem, step):
+    for _, chunk in _chunk.chunks(problem, step):
         states.append(generators(problem.params))
-        found, losses = _norms(chunk, draws=states[-1])
+        found, losses = _chunk.norms(chunk, draws=states[-1])
         norms.append(found)
         values.append(losses)
     whole = torch.cat(norms, 1)
@@ -641,48 +490,54 @@ def gram(
     Returns:
         A tensor (N, N) or (N, M), in float32 at least.
     """
-    _outside("gram")
+    _chunk.refuse_inside_transforms("gram")
     problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness=randomness)
-    n, (problem, index) = problem.n, _valid(problem, valid)
-    step = step_of(problem, chunk_size, max_bytes, _work("gram", _gram_work))
+    n, (problem, index) = problem.n, _chunk.counting(problem, valid)
+    step = step_of(problem, chunk_size, max_bytes, _chunk.work("gram", _gram_work))
     with _engine.differentiating():
         if isinstance(other, FactoredGrads):
-            found = _stacked([_factored(chunk).dots(other) for _, chunk in _chunks(problem, step)], problem, len(other))
+            found = _stacked(
+                [_chunk.factored(chunk).dots(other) for _, chunk in _chunk.chunks(problem, step)], problem, len(other)
+            )
         elif other is not None:
             second = _problem.make(fn, params, other, in_dims=in_dims, randomness=randomness)
             found = _crossed(problem, second, step)
         else:
-            found = _back(_crossed(problem, None, step).mT, index, n).mT
-    return _back(found, index, n)
+            found = _chunk.spread_out(_crossed(problem, None, step).mT, index, n).mT
+    return _chunk.spread_out(found, index, n)
 
 
 def _gram_work(problem: Problem, run: Run) -> object:
-    first = _factored(problem, run)
-    return first.dots(_factored(problem, run))
+    first = _chunk.factored(problem, run)
+    return first.dots(_chunk.factored(problem, run))
 
 
 def _stacked(rows: Sequence[Tensor], problem: Problem, m: int) -> Tensor:
-    return torch.cat(list(rows)) if rows else torch.zeros(0, m, dtype=_dtype(problem), device=problem.params[0].device)
+    return (
+        torch.cat(list(rows))
+        if rows
+        else torch.zeros(0, m, dtype=_chunk.dtype_of(problem), device=problem.params[0].device)
+    )
 
 
 def _crossed(problem: Problem, second: Problem | None, step: int) -> Tensor:
     """Inner products chunk against chunk; a chunk that runs again draws what it drew the first time."""
     states: dict[int, Any] = {}
-    rows = [chunk for _, chunk in _chunks(problem, step)]
-    columns = rows if second is None else [chunk for _, chunk in _chunks(second, step)]
+    rows = [chunk for _, chunk in _chunk.chunks(problem, step)]
+    columns = rows if second is None else [chunk for _, chunk in _chunk.chunks(second, step)]
 
     def again(k: int) -> FactoredGrads:
         if k not in states:
             states[k] = generators(problem.params)
-            return _factored(columns[k])
+            return _chunk.factored(columns[k])
         with _engine.generators_kept(problem):
             rewind(states[k])
-            return _factored(columns[k])
+            return _chunk.factored(columns[k])
 
     m = problem.n if second is None else second.n
-    out = torch.zeros(problem.n, m, dtype=_dtype(problem), device=problem.params[0].device)
+    out = torch.zeros(problem.n, m, dtype=_chunk.dtype_of(problem), device=problem.params[0].device)
     for i, chunk in enumerate(rows):
-        left = again(i) if second is None else _factored(chunk)
+        left = again(i) if second is None else _chunk.factored(chunk)
         top = slice(i * step, i * step + chunk.n)
         for k in range(i if second is None else 0, len(columns)):
             side = slice(k * step, k * step + columns[k].n)
@@ -745,16 +600,16 @@ def grad_stats(
     Returns:
         `GradStats(mean, variance, sq_norms, values, trace, sq_mean, noise_scale)`.
     """
-    _outside("grad_stats")
+    _chunk.refuse_inside_transforms("grad_stats")
     problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness=randomness)
-    n, (problem, index) = problem.n, _valid(problem, valid)
-    step = step_of(problem, chunk_size, max_bytes, partial(_summing, "stats", _stats_work))
+    n, (problem, index) = problem.n, _chunk.counting(problem, valid)
+    step = step_of(problem, chunk_size, max_bytes, partial(_chunk.summing, "stats", _stats_work))
     sq_norms, values, seen = [], [], 0
     with _engine.differentiating():
-        mean = [meta.new() for meta in _metas(problem)]
-        spread = [meta.new() for meta in _metas(problem)]
-        for _, chunk in _chunks(problem, step):
-            fg = _factored(chunk)
+        mean = [meta.new() for meta in _chunk.metas(problem)]
+        spread = [meta.new() for meta in _chunk.metas(problem)]
+        for _, chunk in _chunk.chunks(problem, step):
+            fg = _chunk.factored(chunk)
             own = [t / len(fg) for t in fg._sums(None)]
             share = len(fg) / (seen + len(fg))
             for m, s, t, part in zip(mean, spread, own, fg._spread(own), strict=True):  # Chan et al. (1983)
@@ -768,16 +623,16 @@ def grad_stats(
     variance = [s / below for s in spread]
     if seen == 0:
         mean = [m * torch.nan for m in mean]
-    dtype = _dtype(problem)
+    dtype = _chunk.dtype_of(problem)
     trace = torch.stack([v.sum(dtype=dtype) for v in variance]).sum()
     sq_mean = torch.stack([m.square().sum(dtype=dtype) for m in mean]).sum() - trace / max(seen, 1)
     squares = torch.cat(sq_norms) if sq_norms else torch.zeros(0, dtype=dtype, device=problem.params[0].device)
-    losses = torch.cat(values) if values else _no_values(problem)
+    losses = torch.cat(values) if values else _chunk.no_values(problem)
     return GradStats(
-        _finished(problem, mean),
-        _finished(problem, variance),
-        _back(squares, index, n),
-        _back(losses, index, n),
+        _chunk.finished(problem, mean),
+        _chunk.finished(problem, variance),
+        _chunk.spread_out(squares, index, n),
+        _chunk.spread_out(losses, index, n),
         trace,
         sq_mean,
         trace / sq_mean,
@@ -785,5 +640,5 @@ def grad_stats(
 
 
 def _stats_work(problem: Problem, run: Run) -> object:
-    fg = _factored(problem, run)
+    fg = _chunk.factored(problem, run)
     return fg._spread(fg._sums(None)), fg.norms()

@@ -1,0 +1,174 @@
+"""One chunk of samples at a time: run it, reduce it, let it go. What the quantities have in common."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial, reduce
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from . import _engine
+from . import _functorch as ft
+from ._errors import ArgumentError
+from ._factored import Block, FactoredGrads, Meta, norm_of_all
+from ._factors import wide
+from ._memory import Run, Work
+from ._problem import Problem, rewind
+from ._sink import Again, FactorSink, NormSink, SumSink
+
+# ---- what is done with the samples of one chunk ----------------------------------------------------------
+
+
+def metas(problem: Problem) -> tuple[Meta, ...]:
+    return tuple(Meta(p.shape, p.dtype, p.device) for p in problem.params)
+
+
+def factored(problem: Problem, run: Run = _engine.run) -> FactoredGrads:
+    """The factors of all samples."""
+    blocks: list[Block] = []
+    outcomes: list[_engine.Outcome] = []
+
+    def take(part: _engine.Part[FactorSink]) -> None:
+        index = None if part.index is None else part.index.to(problem.params[0].device)
+        blocks.append(Block(index, tuple(part.sink.result())))
+        outcomes.append(part.outcome)
+
+    run(problem, lambda p: FactorSink(p.params, p.n), take)
+    outcome = _engine.join(outcomes, [block.index for block in blocks])
+    aux = optree.tree_unflatten(outcome.aux_spec, outcome.aux) if outcome.aux_spec is not None else None
+    return FactoredGrads(tuple(blocks), metas(problem), problem.params_spec, problem.n, outcome.values, aux)
+
+
+def norms(
+    problem: Problem, run: Run = _engine.run, *, per_param: bool = False, draws: Any = None
+) -> tuple[Tensor, Tensor]:
+    """Norms (1, N), or (P, N) of each of P parameters, and losses; factors are let go as they come.
+
+    `draws`: the generators' states, for those who want the same numbers drawn again later.
+    """
+    try:
+        return _norms_by(NormSink, problem, run, per_param)
+    except Again:
+        rewind(draws or {})
+        return _norms_by(partial(NormSink, hasty=False), problem, run, per_param)
+
+
+def _norms_by(
+    sink: Callable[[Sequence[Tensor], int], NormSink], problem: Problem, run: Run, per_param: bool
+) -> tuple[Tensor, Tensor]:
+    found: list[Tensor] = []
+    places: list[Tensor | None] = []
+    outcomes: list[_engine.Outcome] = []
+    dtype, device = dtype_of(problem), problem.params[0].device
+
+    def take(part: _engine.Part[NormSink]) -> None:
+        rows = part.sink.norms()
+        if not per_param:
+            rows = [norm_of_all(rows)]
+        n = len(part.outcome.values)
+        full = [torch.zeros(n, dtype=dtype, device=device) if t is None else t.to(device, dtype) for t in rows]
+        found.append(torch.stack(full) if per_param else full[0][None])
+        places.append(part.index)
+        outcomes.append(part.outcome)
+
+    run(problem, lambda p: sink(p.params, p.n), take)
+    values = _engine.join(outcomes, places).values
+    if places[0] is None:
+        return found[0], values
+    whole = torch.empty(len(found[0]), problem.n, dtype=dtype, device=device)
+    for index, rows in zip(places, found, strict=True):
+        assert index is not None
+        whole[:, index.to(device)] = rows
+    return whole, values
+
+
+def dtype_of(problem: Problem) -> torch.dtype:
+    """The dtype of norms."""
+    return reduce(torch.promote_types, {wide(p.dtype) for p in problem.params})
+
+
+def sums(problem: Problem, run: Run = _engine.run) -> tuple[list[Tensor | None], Tensor]:
+    """The gradients summed over all samples, each loss counting as `problem.seed` says; and the losses."""
+    totals = no_totals(problem)
+    outcomes: list[_engine.Outcome] = []
+    places: list[Tensor | None] = []
+
+    def take(part: _engine.Part[SumSink]) -> None:
+        accumulate(totals, part.sink.result())
+        outcomes.append(part.outcome)
+        places.append(part.index)
+
+    run(problem, lambda p: SumSink(p.params, p.seed), take)
+    return totals, _engine.join(outcomes, places).values
+
+
+def no_totals(problem: Problem) -> list[Tensor | None]:
+    return [None] * len(problem.params)
+
+
+def work(name: str, do: Callable[[Problem, Run], object]) -> Callable[[Problem], Work]:
+    """What is done with a chunk, for those who ask what it allocates."""
+    return lambda _: Work(name, do)
+
+
+def summing(name: str, do: Callable[[Problem, Run], object], problem: Problem, in_place: bool = False) -> Work:
+    """The same for sums over samples, which are the result."""
+    sizes = [p.numel() * wide(p.dtype).itemsize for p in problem.params]
+    return Work(name, do, sums=sum(sizes) - (max(sizes) if in_place else 0), in_place=in_place)
+
+
+def accumulate(totals: list[Tensor | None], found: Sequence[Tensor | None]) -> None:
+    for i, t in enumerate(found):
+        if t is not None:
+            total = totals[i]
+            totals[i] = t if total is None else total.add_(t)
+
+
+def finished(problem: Problem, totals: Sequence[Tensor | None]) -> Any:
+    """Sums as a pytree like params, in the parameters' dtypes; zeros where there is nothing."""
+    leaves = [
+        torch.zeros_like(p, memory_format=torch.contiguous_format) if t is None else t.to(p.dtype)
+        for t, p in zip(totals, problem.params, strict=True)
+    ]
+    return optree.tree_unflatten(problem.params_spec, leaves)
+
+
+# ---- chunks, and samples that do not count ---------------------------------------------------------------
+
+
+def chunks(problem: Problem, step: int) -> Iterator[tuple[slice, Problem]]:
+    for start in range(0, problem.n, max(step, 1)):
+        rows = slice(start, min(start + step, problem.n))
+        yield rows, problem if step >= problem.n else problem.rows(rows)
+
+
+def refuse_inside_transforms(name: str) -> None:
+    """These are not differentiable functions."""
+    if ft.current_level() is not None:
+        raise ArgumentError(
+            f"{name} is called inside a torch.func transform\n"
+            "  compute it from per_sample_grads there, which can be differentiated and vmapped."
+        )
+
+
+def counting(problem: Problem, valid: Any) -> tuple[Problem, Tensor | None]:
+    """The samples that count, and which they are; None: all."""
+    if valid is None:
+        return problem, None
+    if not isinstance(valid, Tensor) or valid.dtype != torch.bool or tuple(valid.shape) != (problem.n,):
+        what = f"{valid.dtype}, {tuple(valid.shape)}" if isinstance(valid, Tensor) else f"a {type(valid).__name__}"
+        raise ArgumentError(f"valid is {what}, not booleans of shape ({problem.n},)\n  give one per sample.")
+    if bool(valid.all()):
+        return problem, None
+    index = valid.nonzero()[:, 0]
+    return problem.rows(index), index
+
+
+def spread_out(t: Tensor, index: Tensor | None, n: int) -> Tensor:
+    """Rows of the samples that count among zeros for the others."""
+    return t if index is None else t.new_zeros(n, *t.shape[1:]).index_copy_(0, index.to(t.device), t)
+
+
+def no_values(problem: Problem) -> Tensor:
+    return problem.params[0].new_empty(0, dtype=dtype_of(problem))
