@@ -219,7 +219,9 @@ def _flat_batch(
     batch: Any, in_dims: Any, own: Callable[[Tensor], Tensor]
 ) -> tuple[list[Any], list[bool], optree.PyTreeSpec, int]:
     leaves, spec = optree.tree_flatten(batch, none_is_leaf=True)
-    if in_dims == 0 and leaves and all(isinstance(t, Tensor) and t.dim() for t in leaves):  # as most batches are
+    if (
+        type(in_dims) is int and in_dims == 0 and leaves and all(isinstance(t, Tensor) and t.dim() for t in leaves)
+    ):  # as most batches are
         n = leaves[0].shape[0]
         if all(t.shape[0] == n for t in leaves):
             return [own(t) for t in leaves], [True] * len(leaves), spec, n
