@@ -12,6 +12,7 @@ ANSWERS: frozenset[Callable[..., Any]] = frozenset(  # a Python value from a ten
     getattr(torch.Tensor, name) for name in ("__bool__", "__int__", "__float__", "__index__", "item", "tolist")
 ) | {torch.is_nonzero}
 REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+GRAPHS = tuple(vars(torch._C.TensorBase)[name].__get__ for name in ("is_leaf", "grad_fn"))
 SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 ATTENTION = torch.nn.functional.multi_head_attention_forward  # holds a fold, whoever its weights belong to
 IS_NESTABLE = torch._nested_tensor_from_mask_left_aligned  # asked by TransformerEncoder for its fused path

@@ -23,6 +23,7 @@ AVAILABLE = all(
         "_vmap_increment_nesting",
         "get_unwrapped",
         "is_batchedtensor",
+        "is_gradtrackingtensor",
         "maybe_current_level",
         "maybe_get_bdim",
         "maybe_get_level",
@@ -68,6 +69,11 @@ def current_level() -> int | None:
 def is_batched(t: Tensor, level: int) -> bool:
     """Whether `t` carries the sample axis of the vmap at `level`."""
     return bool(_ft.is_batchedtensor(t)) and _ft.maybe_get_level(t) == level
+
+
+def is_differentiated(t: Tensor) -> bool:
+    """Whether `t` belongs to a `grad` or `vjp` inside the function, perhaps one that has ended."""
+    return bool(_ft.is_gradtrackingtensor(t))
 
 
 def lower(t: Tensor, n: int, level: int) -> Tensor:

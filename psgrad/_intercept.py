@@ -16,6 +16,7 @@ made, or changes a function of parameters in place, it runs once more with a set
 
 import contextlib
 import sys
+import types
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
@@ -29,6 +30,7 @@ from ._calls import (
     ANSWERS,
     ATTENTION,
     DRAWS,
+    GRAPHS,
     IS_NESTABLE,
     MAKERS,
     REQUIRES_GRAD,
@@ -180,8 +182,10 @@ class Intercept(TorchFunctionMode):
             return self._answer(func, args, kwargs)
         if func in PURE:
             return self._pure(func, args, kwargs)
-        if func == REQUIRES_GRAD and ft.current_level() == self.level and not _checkpoint.asks(sys._getframe(1)):
+        if func == REQUIRES_GRAD and ft.current_level() == self.level and not _is_torchs(sys._getframe(1)):
             return self._requires_grad(args[0])
+        if func in GRAPHS and ft.current_level() == self.level and ft.is_batched(args[0], self.level):
+            return func(ft.lower(args[0], self.n, self.level))  # what autograd follows, which vmap hides
         if func is torch.Tensor.requires_grad_ and wants(*args[1:], **kwargs) and self._pretends(args[0]):
             return args[0]
         if func is IS_NESTABLE:
@@ -217,7 +221,7 @@ class Intercept(TorchFunctionMode):
     def _constant(self, value: Any) -> Any:
         if type(value) in (list, tuple):
             return type(value)([self._constant(v) for v in value])
-        if not isinstance(value, Tensor) or not value.requires_grad:
+        if not isinstance(value, Tensor) or not value.requires_grad or ft.is_differentiated(value):
             return value
         if self.own and (not value.is_leaf or _is_among(value, self.own)):
             return value
@@ -512,6 +516,11 @@ class Intercept(TorchFunctionMode):
         flat = rows.reshape(self.n, -1)
         _split(flat != 0 if func in _TRUTHS else flat.trunc() if func is torch.Tensor.__int__ else flat)
         return func(rows[0], *args[1:], **kwargs)
+
+
+def _is_torchs(frame: types.FrameType) -> bool:
+    """Whether checkpoints or a transform's own code run in `frame`: they mean the tensor as they see it."""
+    return _checkpoint.asks(frame) or str(frame.f_globals.get("__name__", "")).startswith("torch._functorch")
 
 
 def _is_among(t: Tensor, others: Iterable[Tensor]) -> bool:

@@ -1083,3 +1083,33 @@ def test_explain_and_max_bytes_when_fn_runs_once_more():
     assert len({(row.param, row.place, row.op) for row in report.rows}) == len(report.rows)
     torch.manual_seed(2)
     psgrad.per_sample_grads(_through_a_buffer, params, x, max_bytes=report.peak_bytes // 2)
+
+
+# ---- transforms and graphs that fn looks at --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("of", ["parameter", "sample"])
+def test_a_pullback_inside_fn(of):
+    """The pullback is called when the transform that made it has ended."""
+
+    def fn(p, x):
+        if of == "parameter":
+            _, pull = torch.func.vjp(lambda w: torch.tanh(x @ w), p["w"])
+        else:
+            _, pull = torch.func.vjp(lambda x: torch.tanh(x @ p["w"]), x)
+        return pull(x)[0].pow(2).sum()
+
+    params, x = {"w": torch.randn(3, 3, dtype=torch.float64)}, torch.randn(4, 5, 3, dtype=torch.float64)
+    want = torch.vmap(torch.func.grad(fn), in_dims=(None, 0))(params, x)
+    found, values = psgrad.per_sample_grads(fn, params, x, return_value=True)
+    torch.testing.assert_close(found, want)
+    torch.testing.assert_close(values, torch.stack([fn(params, s) for s in x]))
+
+
+@pytest.mark.parametrize("asks", [lambda h: h.grad_fn is not None, lambda h: not h.is_leaf])
+def test_fn_may_look_at_the_graph(asks):
+    def fn(p, x):
+        h = x @ p["w"]
+        return h.pow(2).sum() * (1 if asks(h) else 2)
+
+    psgrad.testing.check(fn, {"w": torch.randn(3, 3)}, torch.randn(4, 5, 3))
