@@ -24,9 +24,9 @@ class Meta(NamedTuple):
     dtype: torch.dtype
     device: torch.device
 
-    def new(self, *lead: int) -> Tensor:
-        """Zeros like the parameter, or like so many of it, in the dtype for sums."""
-        return torch.zeros((*lead, *self.shape), dtype=wide(self.dtype), device=self.device)
+    def new(self) -> Tensor:
+        """Zeros like the parameter, in the dtype for sums."""
+        return torch.zeros(self.shape, dtype=wide(self.dtype), device=self.device)
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,10 +32,10 @@ def _dots(a: Factor, b: Factor) -> Tensor:
         plan = _plan.outer_dots(*a.x.shape[:2], *b.x.shape[:2], *a.shape)
         if plan.strategy == "gram":
             return _by_gram(a, b)
-    if isinstance(a, Rows) and isinstance(b, Rows) and a.index.shape[1] == b.index.shape[1] == 1:
-        products = widened(a.g[:, 0]) @ widened(b.g[:, 0]).mT
-        return products.mul_(a.index == b.index.mT)
     if (isinstance(a, Rows) or isinstance(b, Rows)) and a.shape == b.shape:
+        if isinstance(a, Rows) and isinstance(b, Rows) and a.index.shape[1] == b.index.shape[1] == 1:
+            products = widened(a.g[:, 0]) @ widened(b.g[:, 0]).mT
+            return products.mul_(a.index == b.index.mT)
         touched = torch.unique(a.index if isinstance(a, Rows) else b.index)  # type: ignore[attr-defined]
         if len(touched) == 0:
             return widened(a.tensors()[-1]).new_zeros(len(a), len(b))

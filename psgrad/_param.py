@@ -131,11 +131,6 @@ class Param:
         return self.value.numel() == self.source.value.numel() and 0 not in self.value.stride()
 
     @property
-    def region(self) -> Region | None:
-        """Which part of the source this is; None: it as it stands."""
-        return None if self.whole else self.part
-
-    @property
     def part(self) -> Region:
         """Which part of the source this is."""
         offset = self.value.storage_offset() - self.source.value.storage_offset()

@@ -332,14 +332,13 @@ def clipped_grad(
     problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness=randomness)
     bounds, bounds_spec, group = _bounds(max_norm, params)
     n, (problem, index) = problem.n, _chunk.counting(problem, valid)
-    _check_bound(chunk_size, max_bytes)
     with _engine.differentiating():
         try:
             step = step_of(
                 problem, chunk_size, max_bytes, partial(_chunk.summing, "clipped", _clip_work, in_place=True)
             )
         except ArgumentError:
-            if max_bytes is None or len(bounds) > 1:
+            if max_bytes is None or chunk_size is not None or len(bounds) > 1:
                 raise
             totals, norms, values = _clipped_in_two(problem, bounds[0], nonfinite, max_bytes)
         else:
@@ -354,11 +353,6 @@ def clipped_grad(
         given[0] if bounds_spec is None else optree.tree_unflatten(bounds_spec, given),
         values,
     )
-
-
-def _check_bound(chunk_size: int | None, max_bytes: int | None) -> None:
-    _problem.check_positive("chunk_size", chunk_size)
-    _problem.check_positive("max_bytes", max_bytes)
 
 
 def _bounds(max_norm: Any, params: Any) -> tuple[list[Any], optree.PyTreeSpec | None, list[int]]:

@@ -811,6 +811,11 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
         "clipped_grad is called inside a torch.func transform\n"
         "  compute it from per_sample_grads there, which can be differentiated and vmapped.",
     ),
+    "both-bounds": (
+        lambda w, x: psgrad.clipped_grad(linear_loss, w, x, 1.0, chunk_size=2, max_bytes=1 << 20),
+        psgrad.ArgumentError,
+        "chunk_size and max_bytes are both given\n  give one: max_bytes works out a chunk size.",
+    ),
     "chunks": (
         lambda w, x: psgrad.clipped_grad(linear_loss, w, x, 1.0, chunk_size=0),
         psgrad.ArgumentError,
