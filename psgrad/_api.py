@@ -110,7 +110,9 @@ def per_sample_grads(
             names the path and the remedy.
         UnsupportedOpError: an op uses a parameter in a way that has no per-sample gradient.
     """
-    problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness=randomness, has_aux=has_aux)
+    problem = _problem.make(
+        fn, params, batch, in_dims=in_dims, randomness=randomness, has_aux=has_aux, frugal=max_bytes is not None
+    )
     buffers = _buffers(out, problem) if out is not None else None
     step = step_of(problem, chunk_size, max_bytes, grads_work)
     if ft.current_level() is not None or not ft.AVAILABLE:

@@ -6,7 +6,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 ANSWERS: frozenset[Callable[..., Any]] = frozenset(  # a Python value from a tensor
     getattr(torch.Tensor, name) for name in ("__bool__", "__int__", "__float__", "__index__", "item", "tolist")
@@ -17,17 +16,6 @@ SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defi
 ATTENTION = torch.nn.functional.multi_head_attention_forward  # holds a fold, whoever its weights belong to
 IS_NESTABLE = torch._nested_tensor_from_mask_left_aligned  # asked by TransformerEncoder for its fused path
 _MINDS = frozenset(["requires_grad_", "register_hook", "retain_grad", "backward", "detach_", "__set__", "__delete__"])
-
-
-def has_graph(values: Any) -> bool:
-    """Whether autograd follows one of `values`. Of a batched tensor it is vmap that says no."""
-    for value in values:
-        if isinstance(value, Tensor):
-            if value.requires_grad:
-                return True
-        elif type(value) in (list, tuple) and has_graph(value):
-            return True
-    return False
 
 
 def minds(func: Any) -> bool:

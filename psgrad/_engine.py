@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from . import _functorch as ft
+from ._applied import Use
 from ._checkpoint import Following
 from ._errors import ArgumentError, FallbackWarning, PsgradError, UnsupportedOpError, place_of
-from ._intercept import Diverged, Intercept, Retry, Use, Written
+from ._intercept import Diverged, Intercept, Retry, Written
 from ._param import Source
 from ._problem import Problem, generators, rewind
 from ._sink import DenseSink, FactorSink, NormSink, SumSink
@@ -145,7 +146,7 @@ def vmapped(problem: Problem, sink: Any, log: list[Use] | None = None) -> Outcom
 def _through(problem: Problem, sink: Any, log: list[Use] | None, settings: list[str]) -> Outcome:
     """One forward and one backward."""
     n = problem.n
-    mode = Intercept(n, problem.randomness, sink, log)
+    mode = Intercept(n, problem.randomness, sink, log, problem.frugal)
     mode.lifts, mode.repeats = "lifts" in settings, "repeats" in settings
     roots = [p.contiguous() for p in problem.params]
     leaves = [p.expand(n, *p.shape).requires_grad_() for p in roots]
@@ -153,7 +154,7 @@ def _through(problem: Problem, sink: Any, log: list[Use] | None, settings: list[
     with ft.vmap_level(n, problem.randomness) as level:
         mode.level, mode.roots = level, len(roots)
         if not problem.own_batch:
-            mode.batch = {t.untyped_storage()._cdata for t in problem.batch if isinstance(t, Tensor)}
+            mode.batch = problem.batch
         wrapped = [ft.wrap(leaf, level) for leaf in leaves]
         for i, (root, leaf, w) in enumerate(zip(roots, leaves, wrapped, strict=True)):
             mode.track(Source(i, partial(problem.name, i), root, leaf), w)
@@ -163,7 +164,10 @@ def _through(problem: Problem, sink: Any, log: list[Use] | None, settings: list[
         aux = [ft.unwrap(a, n, level) for a in out.aux]
     if losses.requires_grad:
         _backward(losses, mode, len(roots), sink, problem.seed)
-    return Outcome(losses.detach().clone(), _owned(aux, [*problem.params, *problem.batch]), out.aux_spec)
+    values = losses.detach()
+    if losses.grad_fn is None or losses._is_view():  # memory that may be another's
+        values = values.clone()
+    return Outcome(values, _owned(aux, [values, *problem.params, *problem.batch]), out.aux_spec)
 
 
 def _owned(results: list[Tensor], others: list[Any]) -> list[Tensor]:
@@ -187,7 +191,11 @@ def _backward(losses: Tensor, mode: Intercept, count: int, sink: Any, seed: Tens
     if seed is not None and losses.dtype.itemsize < 4:  # weights that float16 may not hold
         sink.weights, seed = seed, None
     seed = torch.ones_like(losses) if seed is None else seed.to(losses.dtype)
-    grads = torch.autograd.grad(losses, leaves, seed, allow_unused=True)
+    inputs: list[Any] = [*leaves, *mode.tape.edges]
+    found = torch.autograd.grad(losses, inputs, seed, allow_unused=True)
+    grads, cotangents = found[: len(leaves)], found[len(leaves) :]
+    with torch.no_grad():
+        mode.tape.backward(cotangents)
     restrided = _restrided(losses) if any(grad is not None for grad in grads) else []
     for source, grad in zip(mode.sources, grads, strict=True):
         if grad is not None:

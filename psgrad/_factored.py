@@ -283,7 +283,7 @@ def _counting(w: Tensor, index: Tensor | None, counted: bool) -> tuple[Tensor, T
 
 def clip_weights(norms: Tensor, max_norm: Any, finite: Tensor | None, nonfinite: str) -> Tensor:
     """What makes norms at most `max_norm`; samples that are not finite count 0, or NaN to let them through."""
-    w: Tensor = (max_norm / norms).clamp_(max=1)  # a norm of 0: inf, so 1
+    w: Tensor = (norms / max_norm).clamp_(min=1).reciprocal_()
     return w if finite is None else w.masked_fill(~finite, torch.nan if nonfinite == "propagate" else 0.0)
 
 
@@ -325,7 +325,7 @@ def _norms_of(i: int, block: Block) -> Tensor | None:
 def norm_of_all(norms: Sequence[Tensor | None]) -> Tensor | None:
     """The norms of all parameters together; None where all gradients are zero."""
     there = [t for t in norms if t is not None]
-    if len({(t.dtype, t.device) for t in there}) > 1:
+    if any(t.dtype != there[0].dtype or t.device != there[0].device for t in there):
         there = [t.to(there[0].device, torch.float64) for t in there]
     return norm_of_norms(there) if there else None
 

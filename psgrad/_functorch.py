@@ -56,7 +56,9 @@ def _load_decompositions() -> None:
 def unwrap(t: Tensor, n: int, level: int) -> Tensor:
     """A result of the function as an (N, ...) tensor; to be called inside the level."""
     inner, dim = _ft._unwrap_batched(t, level)
-    result: Tensor = inner.expand(n, *inner.shape).clone() if dim is None else inner.movedim(dim, 0)
+    if dim is None:
+        inner, dim = inner.expand(n, *inner.shape).clone(), 0
+    result: Tensor = inner.movedim(dim, 0) if dim else inner
     return result
 
 
@@ -68,7 +70,7 @@ def current_level() -> int | None:
 
 def is_batched(t: Tensor, level: int) -> bool:
     """Whether `t` carries the sample axis of the vmap at `level`."""
-    return bool(_ft.is_batchedtensor(t)) and _ft.maybe_get_level(t) == level
+    return bool(_ft.maybe_get_level(t) == level and _ft.is_batchedtensor(t))
 
 
 def is_differentiated(t: Tensor) -> bool:

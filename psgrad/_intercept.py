@@ -18,7 +18,8 @@ import contextlib
 import sys
 import types
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple, Protocol
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from . import _checkpoint, _masks
 from . import _functorch as ft
+from ._applied import Applied, Sink, Tape, Use, apply
 from ._calls import (
     ANSWERS,
     ATTENTION,
@@ -35,7 +37,6 @@ from ._calls import (
     MAKERS,
     REQUIRES_GRAD,
     SET_REQUIRES_GRAD,
-    has_graph,
     is_attribute,
     is_composite,
     minds,
@@ -44,33 +45,25 @@ from ._calls import (
     writes,
 )
 from ._errors import PsgradError, UnsupportedOpError, name_of, place
-from ._factors import Factor
 from ._param import Param, Source, shares_memory
 from ._pure import PURE, VIEWS
-from ._registry import RULES, Call, Composite, Decline, Entry, Fold, Needs, Rule
+from ._registry import RULES, Call, Composite, Decline, Entry, Fold, Rule
 
 _hooked = _checkpoint.hooked
 _TRUTHS = (torch.Tensor.__bool__, torch.is_nonzero)
+_TELLING = frozenset(["out", "inplace", "requires_grad"])  # keywords that make a call more than a computation
+_SPECIAL = (
+    _masks.FUNCTIONS
+    | ANSWERS
+    | MAKERS
+    | {ATTENTION, IS_NESTABLE, REQUIRES_GRAD, SET_REQUIRES_GRAD, torch.Tensor.requires_grad_, *GRAPHS}
+)
 
 
-class Sink(Protocol):
-    """Where the factors of a backward go."""
-
-    @property
-    def hasty(self) -> bool:
-        """Whether it wants to know, when a factor comes, if more are to come for the same source."""
-
-    def add(self, param: Param, factor: Factor, use: "Use | None") -> None: ...
-
-
-class Use(NamedTuple):
-    """One op's use of parameters, for `explain`."""
-
-    params: tuple[Param, ...]
-    op: str
-    place: str
-    rule: str | None  # None: plain vmap
-    reason: str  # why no rule
+@lru_cache(4096)
+def _is_ordinary(func: Any) -> bool:
+    """Whether `func` computes something, no more: without a parameter or a graph it is vmap's alone."""
+    return func not in _SPECIAL and not writes(func, {})
 
 
 class Diverged(BaseException):
@@ -78,10 +71,6 @@ class Diverged(BaseException):
 
     def __init__(self, groups: list[Tensor]) -> None:
         self.groups = groups
-
-
-def _no_autocast(device: str) -> contextlib.AbstractContextManager[None]:
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
 
 
 class Written(BaseException):
@@ -95,66 +84,22 @@ class Retry(BaseException):
         self.setting = setting
 
 
-class _Run(NamedTuple):
-    rule: Rule
-    call: Call
-    sink: Sink
-    use: Use | None
-    tracked: tuple[bool, ...]  # which of the call's parameters are ours to differentiate
-    constants: bool  # whether one of the others is a tensor, which `fn` might change in place
-
-
-class _Apply(torch.autograd.Function):
-    """A rule on (N, ...) tensors in ordinary autograd: factors go to the sink, never through the graph.
-
-    `anchor` is what makes the output require a gradient where the input does not.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, run: "_Run", dtype: torch.dtype | None, x: Tensor, anchor: Any) -> Any:
-        rule, call = run.rule, run.call
-        values = [p.value if isinstance(p, Param) else p for p in call.params]
-        if dtype is not None:
-            values = [None if v is None else v.to(dtype) for v in values]
-        y, saved = rule.forward(call.options, x, *values)
-        ctx.save_for_backward(x if rule.keeps_input else x.new_empty(1).expand(x.shape), *saved)
-        ctx.run, ctx.values = run, values
-        ctx.versions = [v._version for v in values if v is not None] if run.constants else None
-        return y.data if y._is_view() else y  # a view made in here could not be changed in place by `fn`
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        rule, call, sink, use, tracked, _ = ctx.run
-        x, *saved = ctx.saved_tensors
-        if ctx.versions and [v._version for v in ctx.values if v is not None] != ctx.versions:
-            raise RuntimeError(f"a weight of {rule.name} was changed in place before its backward")
-        with _no_autocast(g.device.type):
-            needs = Needs(ctx.needs_input_grad[2], tracked)
-            gx, factors = rule.backward(call.options, g, x, ctx.values, saved, needs)
-            for param, factor, track in zip(call.params, factors, tracked, strict=True):
-                if track and factor is not None:
-                    sink.add(param, factor, use)
-        return None, None, gx, None
-
-
-_apply = super(torch.autograd.Function, _Apply).apply  # without the checks for functorch, of which none is running
-
-
 class Intercept(TorchFunctionMode):
     """One run of `fn` over N samples. Lives for one call in one thread."""
 
-    def __init__(self, n: int, randomness: str, sink: Sink, log: list[Use] | None = None) -> None:
+    def __init__(self, n: int, randomness: str, sink: Sink, log: list[Use] | None = None, frugal: bool = False) -> None:
         super().__init__()
         self.n, self.randomness, self.sink, self.log = n, randomness, sink, log
         self.level, self.roots = -1, 0  # roots: how many sources are parameters as given
         self.sources: list[Source] = []
         self.tracked: dict[int, Param] = {}  # by the id of the wrapped tensor, which the Param keeps alive
         self.copies: dict[int, tuple[Param, Tensor]] = {}  # detached parameters, by their storage
-        self.batch: set[int] = set()  # the storages of the caller's batch
+        self.batch: list[Any] = []  # the caller's
         self.anchor: Tensor | None = None  # any leaf: what makes a rule's output require a gradient
         self.frozen: dict[int, Tensor] = {}  # leaves of other graphs that `fn` has met
         self.own: list[Tensor] = []  # leaves that `fn` has made, perhaps for torch.autograd.grad: their graphs stay
         self.pretended = False  # `fn` thinks of a tensor that it requires grad
+        self.tape = Tape(frugal)
         self.recomputing = False
         self.lifts = False  # a new tensor gets a sample axis of its own, so that samples can be written into it
         self.repeats = False  # functions of parameters alone are computed per sample, so that they can be written to
@@ -168,20 +113,23 @@ class Intercept(TorchFunctionMode):
         kwargs = kwargs or {}
         if _hooked() is not None:
             _checkpoint.follow(self._again)
-        if (has_graph(args) or (kwargs and has_graph(kwargs.values()))) and not minds(func):
+        params, graph = self._look((*args, *kwargs.values()) if kwargs else args)
+        rule = RULES.get(func)
+        if rule is None and not params and not graph and _is_ordinary(func) and kwargs.keys().isdisjoint(_TELLING):
+            return func(*args, **kwargs)  # as most calls are: 2 us on top of vmap's own
+        if graph and not minds(func):
             args, kwargs = self._freeze(func, args, kwargs)
         if func in _masks.FUNCTIONS and ft.current_level() == self.level:
             call = _masks.rewritten(func, args, kwargs, self.n, self.level, _split)
             if call is not None:
                 with self:
                     return call[0](*call[1], **call[2])
-        rule = RULES.get(func)
         if rule is not None:
-            return self._ruled(rule, func, args, kwargs)
+            return self._ruled(rule, func, args, kwargs, params)
         if func in ANSWERS:
             return self._answer(func, args, kwargs)
         if func in PURE:
-            return self._pure(func, args, kwargs)
+            return self._pure(func, args, kwargs, params)
         if func == REQUIRES_GRAD and ft.current_level() == self.level and not _is_torchs(sys._getframe(1)):
             return self._requires_grad(args[0])
         if func in GRAPHS and ft.current_level() == self.level and ft.is_batched(args[0], self.level):
@@ -190,17 +138,15 @@ class Intercept(TorchFunctionMode):
             return args[0]
         if func is IS_NESTABLE:
             return False
-        if is_composite(func) and (func is ATTENTION or self._scan(args, kwargs)[0]):
+        if is_composite(func) and (func is ATTENTION or params):
             with self:  # torch's own Python: what it calls comes here again
                 return opened(func)(*args, **kwargs)
         if writes(func, kwargs) and args and isinstance(args[0], Tensor):
             self._check_write(func, args, kwargs)
         elif self.lifts and func in MAKERS:
             return self._lifted(func(*args, **kwargs))
-        if not is_attribute(func):
-            if self.log is not None:
-                self._note(func, args, kwargs, None, "no rule for this function")
-            self._count(args, kwargs)
+        if params and not is_attribute(func):
+            self._unruled(func, params, "no rule for this function")
         out = func(*args, **kwargs)
         if func == SET_REQUIRES_GRAD and args[1]:
             self.own.append(args[0])
@@ -278,22 +224,32 @@ class Intercept(TorchFunctionMode):
             return type(value)([self._resolve(v) for v in value])
         return self.tracked.get(id(value), value)
 
-    def _scan(self, args: Any, kwargs: Any) -> tuple[list[Param], bool]:
-        """The parameters among the arguments, and whether another tensor there differs between samples."""
+    def _look(self, values: Any) -> tuple[list[Param], bool]:
+        """The parameters among `values`, and whether autograd follows another tensor there."""
         params: list[Param] = []
-        samples = False
-        for value in (*args, *kwargs.values()) if kwargs else args:
+        graph = False
+        for value in values:
             if isinstance(value, Tensor):
                 param = self.tracked.get(id(value))
                 if param is not None:
                     params.append(param)
-                elif not samples:
-                    samples = ft.is_batched(value, self.level)
+                elif value.requires_grad:  # of a batched tensor vmap says no
+                    graph = True
             elif type(value) in (list, tuple):
-                inner, sampled = self._scan(value, None)
+                inner, other = self._look(value)
                 params += inner
-                samples = samples or sampled
-        return params, samples
+                graph = graph or other
+        return params, graph
+
+    def _sampled(self, values: Iterable[Any]) -> bool:
+        """Whether a tensor among `values`, other than a parameter, differs between samples."""
+        for value in values:
+            if isinstance(value, Tensor):
+                if id(value) not in self.tracked and ft.is_batched(value, self.level):
+                    return True
+            elif type(value) in (list, tuple) and self._sampled(value):
+                return True
+        return False
 
     def _changes(self, func: Any, param: Param) -> UnsupportedOpError:
         return UnsupportedOpError(
@@ -311,14 +267,15 @@ class Intercept(TorchFunctionMode):
         if ft.current_level() != self.level:
             return
         if not self.lifts and not ft.is_batched(target, self.level):
-            params, samples = self._scan(args[1:], kwargs)
-            if samples or params or (func in DRAWS and self.randomness == "different"):
+            others = (*args[1:], *kwargs.values())
+            drawn = func in DRAWS and self.randomness == "different"
+            if drawn or self._look(others)[0] or self._sampled(others):
                 raise Retry("lifts")
         lowered = ft.lower(target, self.n, self.level)
         if any(shares_memory(lowered, source.value) for source in self.sources[self.roots :]):
             raise Retry("repeats")
         storage = lowered.untyped_storage()._cdata
-        if storage in self.batch:
+        if any(isinstance(t, Tensor) and t.untyped_storage()._cdata == storage for t in self.batch):
             raise Written
         if storage in self.copies:
             raise self._changes(func, self.copies[storage][0])
@@ -328,10 +285,6 @@ class Intercept(TorchFunctionMode):
         if not isinstance(new, Tensor) or ft.current_level() != self.level or ft.is_batched(new, self.level):
             return new
         return ft.wrap(ft.below(new.expand(self.n, *new.shape).contiguous), self.level)
-
-    def _note(self, func: Any, args: Any, kwargs: Any, rule: str | None, reason: str = "") -> Use | None:
-        """Log a use of parameters, where somebody wants the log."""
-        return None if self.log is None else self._listed(func, self._scan(args, kwargs)[0], rule, reason)
 
     def _listed(self, func: Any, params: list[Param], rule: str | None, reason: str = "") -> Use | None:
         if self.log is None or not params:
@@ -349,110 +302,91 @@ class Intercept(TorchFunctionMode):
 
     # ---- the four ways -----------------------------------------------------------------------------
 
-    def _count(self, args: Any, kwargs: Any) -> None:
-        """Gradients will come for the parameters among the arguments, in ways that are not ours to see."""
+    def _unruled(self, func: Any, params: list[Param], reason: str) -> None:
+        """Gradients will come for `params`, in ways that are not ours to see."""
+        self._listed(func, params, None, reason)
         if self.sink.hasty and not self.recomputing:
-            for param in self._scan(args, kwargs)[0]:
+            for param in params:
                 param.source.uses += 2
 
-    def _plain(self, func: Any, args: Any, kwargs: Any, reason: str) -> Any:
-        self._note(func, args, kwargs, None, reason)
-        self._count(args, kwargs)
+    def _plain(self, func: Any, args: Any, kwargs: Any, params: list[Param], reason: str) -> Any:
+        self._unruled(func, params, reason)
         return func(*args, **kwargs)
 
-    def _ruled(self, rule: Entry, func: Any, args: Any, kwargs: Any) -> Any:
-        params, samples = self._scan(args, kwargs)
-        if not params and (not samples or (isinstance(rule, Rule) and rule.only_params)):
+    def _ruled(self, rule: Entry, func: Any, args: Any, kwargs: Any, params: list[Param]) -> Any:
+        plain = isinstance(rule, Rule) and rule.only_params  # as good without parameters
+        if not params and (plain or not self._sampled((*args, *kwargs.values()))):
             return func(*args, **kwargs)
         if isinstance(rule, Composite):
             with self:  # its parts come here again
                 return rule.run(*args, **kwargs)
         if ft.current_level() != self.level:
-            return self._plain(func, args, kwargs, "inside another transform")
+            return self._plain(func, args, kwargs, params, "inside another transform")
         if isinstance(rule, Fold):
-            return self._folded(rule, func, args, kwargs)
+            return self._folded(rule, func, args, kwargs, params)
+        samples = not params or self._sampled(args) or (bool(kwargs) and self._sampled(kwargs.values()))
         if not samples and rule.only_params:  # a weight made of weights, not a weight at work
             if self.repeats:
-                return self._plain(func, args, kwargs, "a function of parameters is changed in place")
+                return self._plain(func, args, kwargs, params, "a function of parameters is changed in place")
             return self._once(func, args, kwargs, params)
         try:
-            call = rule.bind(*self._resolve(args), **{k: self._resolve(v) for k, v in kwargs.items()})
+            call = rule.bind(*map(self._resolve, args), **{k: self._resolve(v) for k, v in kwargs.items()})
         except PsgradError:
             raise
         except TypeError:  # a wrong call: torch's own message is the better one
             return func(*args, **kwargs)
         if isinstance(call, Decline):
-            return self._plain(func, args, kwargs, call.reason)
+            return self._plain(func, args, kwargs, params, call.reason)
         if call.is_complex:
-            return self._plain(func, args, kwargs, "complex numbers")
-        if (
-            not samples
-            and isinstance(call.x, Param)
-            and not any(isinstance(p, Tensor) for p in call.params)
-            and not self.repeats
-        ):
+            return self._plain(func, args, kwargs, params, "complex numbers")
+        applied = Applied(rule, call.options, call.params, self.sink)
+        if not samples and not applied.constants and isinstance(call.x, Param) and not self.repeats:
             return self._once(func, args, kwargs, params)  # a standardised weight, say
-        tracked = tuple([isinstance(p, Param) for p in call.params])
-        constants = [p for p in call.params if isinstance(p, Tensor)]
-        if any(ft.is_batched(p, self.level) for p in constants):
-            return self._plain(func, args, kwargs, "the weight differs between samples")
+        for constant in applied.constants:
+            if ft.is_batched(constant, self.level):
+                return self._plain(func, args, kwargs, params, "the weight differs between samples")
         if not self.recomputing:
             for param in params:
                 param.source.uses += 1
-        use = None
         if self.log is not None:
             others = [p for p in call.others if isinstance(p, Param)]
-            use = self._listed(func, [p for p in params if p not in others], rule.name)
+            applied.use = self._listed(func, [p for p in params if p not in others], rule.name)
             self._listed(func, others, None, "an input of the op, not its weight")
-        inputs = [t.wrapped if isinstance(t, Param) else t for t in (call.x, *call.others)]
-        kept = call._replace(x=None, others=())  # the inputs are autograd's to keep
-        run = _Run(rule, kept, self.sink, use, tracked, bool(constants))
-        out = ft.below(self._apply, run, *[None if t is None else ft.lower(t, self.n, self.level) for t in inputs])
-        return ft.wrap(out, self.level)
+        lowered = [self._lower(t) for t in (call.x, *call.others)]
+        return ft.wrap(ft.below(self._applied, call, applied, *lowered), self.level)
 
-    def _apply(self, run: _Run, x: Tensor, *others: Tensor | None) -> Tensor:
+    def _lower(self, t: Any) -> Any:
+        """The (N, ...) tensor behind an operand."""
+        t = t.wrapped if type(t) is Param else t
+        return None if t is None else ft.lower(t, self.n, self.level)
+
+    def _applied(self, call: Call, applied: Applied, x: Tensor, *others: Tensor | None) -> Tensor:
         """A rule's call on the (N, ...) input, one level below vmap."""
-        rule, call = run.rule, run.call
-        device = x.device.type
-        dtype = None
         if call.before is not None:
             x = call.before(x, *others)
-        anchor = self.anchor if any(run.tracked) else None
-        if not torch.is_autocast_enabled(device):
-            y: Tensor = _apply(run, dtype, x, anchor)
-        else:
-            kind = rule.autocast
-            if kind.endswith(" off the CPU"):
-                kind = "keep" if device == "cpu" else kind.removesuffix(" off the CPU")
-            if kind == "lower" and x.dtype != torch.float64:
-                dtype = torch.get_autocast_dtype(device)
-                x = x.to(dtype)
-            elif kind == "float32" and x.dtype != torch.float64:
-                x = x.float()
-            with torch.autocast(device, enabled=False):
-                y = _apply(run, dtype, x, anchor)
+        y = apply(applied, self.tape, self.anchor, x)
         return y if call.after is None else call.after(y, *others)
 
-    def _folded(self, rule: Fold, func: Any, args: Any, kwargs: Any) -> Any:
+    def _folded(self, rule: Fold, func: Any, args: Any, kwargs: Any, params: list[Param]) -> Any:
         try:
             bound = rule.bind(self.randomness, *args, **kwargs)
         except TypeError:  # a wrong call: torch's own message is the better one
             return func(*args, **kwargs)
         if isinstance(bound, Decline):
-            return self._plain(func, args, kwargs, bound.reason)
-        self._note(func, args, kwargs, None, "folded into the batch; no rule for a parameter here")
-        self._count(args, kwargs)
+            return self._plain(func, args, kwargs, params, bound.reason)
+        if params:
+            self._unruled(func, params, "folded into the batch; no rule for a parameter here")
         tensors, options = bound
-        lowered = [None if t is None else ft.lower(t, self.n, self.level) for t in tensors]
+        lowered = map(self._lower, tensors)
         return ft.wrap(ft.below(rule.run, options, *lowered), self.level)
 
-    def _pure(self, func: Any, args: Any, kwargs: Any) -> Any:
-        params, samples = self._scan(args, kwargs)
+    def _pure(self, func: Any, args: Any, kwargs: Any, params: list[Param]) -> Any:
         if not params:
             out = func(*args, **kwargs)
             return self._lifted(out) if self.lifts and func in MAKERS else out
+        samples = self._sampled((*args, *kwargs.values()))
         if samples or ft.current_level() != self.level or (self.repeats and func not in VIEWS):
-            return self._plain(func, args, kwargs, "no rule for this function")
+            return self._plain(func, args, kwargs, params, "no rule for this function")
         return self._once(func, args, kwargs, params)
 
     def _traced(self, a: Any) -> Any:

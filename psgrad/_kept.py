@@ -76,7 +76,8 @@ class Kept:
     def weighted_sum(self, w: Tensor | None = None) -> Tensor:
         """The sum over n of w[n] times gradient n, in the dtype for sums; there must be a term."""
         if (factor := self.whole) is not None:
-            return factor.weighted_sum(w).contiguous().view(self.shape)
+            total = factor.weighted_sum(w)
+            return total if total.shape == self.shape and total.is_contiguous() else total.contiguous().view(self.shape)
         like = self.terms[0].factor.tensors()[-1]
         zeros = like.new_zeros(self.shape, dtype=wide(like.dtype))
         return self._placed(zeros, lambda factor, _: factor.weighted_sum(w))

@@ -123,6 +123,8 @@ class Param:
     @property
     def whole(self) -> bool:
         """Whether this is the source as it stands."""
+        if self.value is self.source.value:
+            return True
         return self.value.shape == self.source.value.shape and self.value.stride() == self.source.value.stride()
 
     @property

@@ -7,6 +7,9 @@ from typing import NamedTuple
 TILE = 4 << 20  # bytes: gradients written out at once, to be reduced; larger ones leave the cache
 WORKSPACE = 16 << 20  # bytes: what a strategy may hold at once; malloc keeps blocks of this size for reuse
 
+SMALL = 1 << 16  # bytes of an input: with less, a call's own overhead is what counts
+SMALL_TOTAL = 1 << 22  # bytes of cotangents that may be held for that
+
 
 class Plan(NamedTuple):
     """A choice: the strategy's name, its multiply-adds, its workspace in bytes."""

@@ -37,6 +37,7 @@ class Problem:
     has_aux: bool
     draws_from: Any = None  # the generators' states when all samples are to share one draw
     own_batch: bool = False  # the batch is a copy that `fn` may change
+    frugal: bool = False  # memory counts before time
     seed: Tensor | None = None  # (N,): what each loss counts in the backward; None: 1
 
     def copied(self) -> "Problem":
@@ -135,6 +136,7 @@ def make(
     randomness: str,
     has_aux: bool = False,
     attached: bool = False,
+    frugal: bool = False,
 ) -> Problem:
     """Check the arguments of a public function and lay them out; `attached` leaves them in the autograd graph."""
     if not callable(fn):
@@ -144,12 +146,15 @@ def make(
             f'randomness={randomness!r} is not one of "different", "same", "error"\n'
             "  different: each sample draws its own; same: all share one draw; error: drawing is refused."
         )
-    own = _own if not attached else lambda t: t
+    inside = ft.current_level() is not None  # somebody else's transform: they may be differentiating us
+    own = (lambda t: t) if attached or inside else _own
     leaves, params_spec = flat_params(params)
     batch_leaves, batched, batch_spec, n = _flat_batch(batch, in_dims, own)
     leaves = [own(leaf) for leaf in leaves]
     start = generators(leaves) if randomness == "same" else None
-    return Problem(fn, leaves, params_spec, batch_leaves, batched, batch_spec, n, randomness, has_aux, start)
+    problem = Problem(fn, leaves, params_spec, batch_leaves, batched, batch_spec, n, randomness, has_aux, start)
+    problem.frugal = frugal
+    return problem
 
 
 def generators(params: Sequence[Tensor]) -> dict[torch.device, Tensor]:
@@ -175,12 +180,7 @@ def check_positive(name: str, value: object) -> None:
 
 
 def _own(t: Tensor) -> Tensor:
-    """`t` without graph, and usable in autograd even where it was made in inference mode.
-
-    Inside somebody else's transform it stays as it is: they may be differentiating us.
-    """
-    if ft.current_level() is not None:
-        return t
+    """`t` without graph, and usable in autograd even where it was made in inference mode."""
     if not t.is_inference():
         return t.detach() if t.requires_grad else t
     with torch.inference_mode(False):

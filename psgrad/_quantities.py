@@ -45,7 +45,7 @@ def factored_grads(
     >>> fn, params = psgrad.from_module(model, torch.nn.functional.cross_entropy)
     >>> fg = psgrad.factored_grads(fn, params, (torch.randn(8, 100), torch.randint(50, (8,))))
     >>> fg
-    FactoredGrads(8 samples x 5,050 parameters, holding 6,400 bytes; dense 161,600)
+    FactoredGrads(8 samples x 5,050 parameters, holding 4,800 bytes; dense 161,600)
     >>> fg.norms().shape, fg.dots().shape, fg.clipped_sum(1.0)["weight"].shape
     (torch.Size([8]), torch.Size([8, 8]), torch.Size([50, 100]))
 
@@ -62,7 +62,9 @@ def factored_grads(
         A `FactoredGrads`; its `values` are the losses, its `aux` what `fn` returned besides.
     """
     _chunk.refuse_inside_transforms("factored_grads")
-    problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness=randomness, has_aux=has_aux)
+    problem = _problem.make(
+        fn, params, batch, in_dims=in_dims, randomness=randomness, has_aux=has_aux, frugal=max_bytes is not None
+    )
     step = step_of(problem, chunk_size, max_bytes, _chunk.work("factored", _chunk.factored))
     with _engine.differentiating():
         parts = [(rows, _chunk.factored(chunk)) for rows, chunk in _chunk.chunks(problem, step)]
@@ -134,7 +136,9 @@ def per_sample_norms(
         The norms, (N,), or with `per_param` a pytree of them.
     """
     attached = differentiable or ft.current_level() is not None
-    problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness=randomness, attached=differentiable)
+    problem = _problem.make(
+        fn, params, batch, in_dims=in_dims, randomness=randomness, attached=differentiable, frugal=max_bytes is not None
+    )
     n, (problem, index) = problem.n, _chunk.counting(problem, valid)
     leaves = [t for t in (*problem.params, *problem.batch) if isinstance(t, Tensor)]
     if differentiable and ft.current_level() is None and not any(t.requires_grad for t in leaves):
@@ -226,7 +230,7 @@ def weighted_grad(
         A pytree like params.
     """
     _chunk.refuse_inside_transforms("weighted_grad")
-    problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness=randomness)
+    problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness=randomness, frugal=max_bytes is not None)
     n, (problem, index) = problem.n, _chunk.counting(problem, valid)
 
     def given(weights: Any) -> Tensor:
@@ -329,7 +333,7 @@ def clipped_grad(
     """
     _chunk.refuse_inside_transforms("clipped_grad")
     check_nonfinite(nonfinite)
-    problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness=randomness)
+    problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness=randomness, frugal=max_bytes is not None)
     bounds, bounds_spec, group = _bounds(max_norm, params)
     n, (problem, index) = problem.n, _chunk.counting(problem, valid)
     with _engine.differentiating():
@@ -485,7 +489,7 @@ def gram(
         A tensor (N, N) or (N, M), in float32 at least.
     """
     _chunk.refuse_inside_transforms("gram")
-    problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness=randomness)
+    problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness=randomness, frugal=max_bytes is not None)
     n, (problem, index) = problem.n, _chunk.counting(problem, valid)
     step = step_of(problem, chunk_size, max_bytes, _chunk.work("gram", _gram_work))
     with _engine.differentiating():
@@ -494,7 +498,7 @@ def gram(
                 [_chunk.factored(chunk).dots(other) for _, chunk in _chunk.chunks(problem, step)], problem, len(other)
             )
         elif other is not None:
-            second = _problem.make(fn, params, other, in_dims=in_dims, randomness=randomness)
+            second = _problem.make(fn, params, other, in_dims=in_dims, randomness=randomness, frugal=problem.frugal)
             found = _crossed(problem, second, step)
         else:
             found = _chunk.spread_out(_crossed(problem, None, step).mT, index, n).mT
@@ -595,7 +599,7 @@ def grad_stats(
         `GradStats(mean, variance, sq_norms, values, trace, sq_mean, noise_scale)`.
     """
     _chunk.refuse_inside_transforms("grad_stats")
-    problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness=randomness)
+    problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness=randomness, frugal=max_bytes is not None)
     n, (problem, index) = problem.n, _chunk.counting(problem, valid)
     step = step_of(problem, chunk_size, max_bytes, partial(_chunk.summing, "stats", _stats_work))
     sq_norms, values, seen = [], [], 0

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from . import _engine, _memory, _problem
 from ._api import grads_work
+from ._applied import Use
 from ._errors import PsgradError, place_of
 from ._factors import Factor
-from ._intercept import Diverged, Use
+from ._intercept import Diverged
 from ._param import Param, Source
 from ._plan import Plan
 from ._problem import Problem
@@ -168,7 +169,9 @@ def explain(
         A `Report`: print it, display it in a notebook, or read its `rows`.
     """
     _problem.check_positive("max_bytes", max_bytes)
-    problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness=randomness, has_aux=has_aux)
+    problem = _problem.make(
+        fn, params, batch, in_dims=in_dims, randomness=randomness, has_aux=has_aux, frugal=max_bytes is not None
+    )
     work = grads_work(problem)
     note, scale, size = "", 1, sum(p.numel() for p in problem.params)
     if problem.n == 0:

@@ -134,8 +134,9 @@ def _kept_term(param: Param, factor: Factor) -> Term:
 
 
 def _prefers_dense(factor: Factor) -> bool:
-    held = sum(t.numel() * t.element_size() for t in factor.tensors())
-    return _plan.keeps_dense(held, len(factor) * prod(factor.shape) * factor.dtype.itemsize)
+    tensors = factor.tensors()
+    held = sum([t.nbytes for t in tensors])
+    return _plan.keeps_dense(held, tensors[0].shape[0] * prod(factor.shape) * tensors[-1].element_size())
 
 
 class FactorSink:

@@ -9,7 +9,8 @@ import torch
 
 from . import _engine, _problem
 from ._api import per_sample_grads
-from ._intercept import Diverged, Use
+from ._applied import Use
+from ._intercept import Diverged
 from ._problem import Problem
 from ._sink import DenseSink
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 import psgrad
-from psgrad import _registry
+from psgrad import _plan, _registry
 from psgrad._registry import RULES, Composite, Fold, Rule
 
 from .cases import CASES, RECURRENT, Case, N, draw, loss
@@ -49,7 +49,10 @@ def samples(batch: Any, index: Any) -> Any:
 
 
 @every_case
-def test_equals_the_loop_and_touches_nothing(case: Case) -> None:
+@pytest.mark.parametrize("small", [True, False], ids=["small", "large"])
+def test_equals_the_loop_and_touches_nothing(case: Case, small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not small:
+        monkeypatch.setattr(_plan, "SMALL", -1)
     fn, params, batch = case.make()
     before = optree.tree_map(torch.clone, (params, batch))
     versions = [t._version for t in optree.tree_leaves((params, batch))]

@@ -63,10 +63,11 @@ def warns(case: Case) -> Any:
 
 @pytest.fixture(params=["roomy", "tight"])
 def workspace(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tight: everything that is cut into tiles is cut into many."""
+    """Tight: everything that is cut into tiles is cut into many, and no call counts as small."""
     if request.param == "tight":
         monkeypatch.setattr(_plan, "WORKSPACE", 100)
         monkeypatch.setattr(_plan, "TILE", 100)
+        monkeypatch.setattr(_plan, "SMALL", -1)
         monkeypatch.setattr(_plan, "gram_block", lambda t: max(1, min(t, 2)))
 
 

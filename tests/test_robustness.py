@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import psgrad
+from psgrad import _plan
 
 
 @pytest.fixture(autouse=True)
@@ -782,6 +783,10 @@ IN_PLACE = {
     "sample into a copy": lambda p, x: F.linear(x, p.clone().add_(x)).square().sum(),
     "output of a layer": lambda p, x: F.linear(x, p).mul_(2).add_(1).relu_().square().sum(),
     "output of a layer, twice": lambda p, x: F.linear(F.linear(x, p).mul_(2)[:1].expand(4), p).sin_().sum(),
+    "output with a bias": lambda p, x: F.linear(x[None], p, p[:, 0]).mul_(2).relu_().square().sum(),
+    "part of an output": lambda p, x: _part_doubled(F.linear(x[None], p, p[:, 0])).square().sum(),
+    "part of a convolution": lambda p, x: _part_doubled(F.conv1d(x[None], p[:, None], p[:, 0])).square().sum(),
+    "input of a layer, after": lambda p, x: _input_changed(torch.sin(x), p),
     "buffer of zeros": lambda p, x: F.linear(x, torch.zeros(3, 4).copy_(p)).square().sum(),
     "rows of a buffer": lambda p, x: F.linear(x, _filled(torch.zeros(3, 4), p)).square().sum(),
     "empty_like": lambda p, x: F.linear(x, torch.empty_like(p).copy_(p)).square().sum(),
@@ -816,12 +821,65 @@ def _filled(buffer, w):
     return buffer
 
 
+def _part_doubled(y):
+    y[:, 1:].mul_(2)
+    y.view(-1)[0].add_(1)
+    return y
+
+
+def _input_changed(h, p):
+    y = F.linear(h, p)
+    return y.sum() * h.clone().mul_(2).sum()
+
+
 def _then_doubled(h, p):
     y = h + p[0]
     h.mul_(2)
     return (y * h).sum()
 
 
+@pytest.fixture(params=["small", "large"])
+def size(request, monkeypatch):
+    """Large: no call counts as small."""
+    if request.param == "large":
+        monkeypatch.setattr(_plan, "SMALL", -1)
+
+
+@pytest.mark.usefixtures("size")
+def test_results_share_no_memory():
+    p = {name: torch.randn(3) for name in "abcd"} | {"w": torch.randn(3, 4), "v": torch.randn(3, 4)}
+
+    def fn(p, x):  # autograd hands one cotangent to both layers and to both sums
+        return (F.linear(x, p["w"], p["a"]) + F.linear(x, p["v"], p["b"]) + p["c"] + p["d"]).sum()
+
+    grads = optree.tree_leaves(psgrad.per_sample_grads(fn, p, torch.randn(5, 4)))
+    assert len({g.untyped_storage().data_ptr() for g in grads}) == len(grads)
+
+
+def _changes_a_constant(p, x):
+    scale = torch.ones(3, 3)
+    y = F.linear(F.linear(x, p), scale)
+    with torch.no_grad():
+        scale.add_(1)
+    return y.sum()
+
+
+def _changes_an_input(p, x):
+    h = torch.sin(x)
+    y = F.linear(h, p)
+    with torch.no_grad():
+        h.zero_()
+    return y.sum()
+
+
+@pytest.mark.usefixtures("size")
+@pytest.mark.parametrize("fn", [_changes_a_constant, _changes_an_input])
+def test_an_operand_changed_before_the_backward_is_refused_as_torch_does(fn):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        psgrad.per_sample_grads(fn, torch.randn(3, 4), torch.randn(2, 4))
+
+
+@pytest.mark.usefixtures("size")
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_in_place_ops_on_what_comes_from_parameters(name):
     w = torch.randn(3, 4)

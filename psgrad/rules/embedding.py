@@ -182,9 +182,18 @@ def bind_getitem(table: Any, index: Any) -> Call | Decline:
     return Call(index, (weight,), (None, False), before, after if shape else lambda y: y.squeeze(-1))
 
 
-EMBEDDING = Rule("embedding", (F.embedding,), bind_embedding, forward, backward, factors=("Rows",))
+EMBEDDING = Rule("embedding", (F.embedding,), bind_embedding, forward, backward, native=True, factors=("Rows",))
 RULES = (
     EMBEDDING,
-    Rule("embedding_bag", (F.embedding_bag,), bind_embedding_bag, forward, backward, factors=("Rows",)),
-    Rule("index", (torch.Tensor.__getitem__,), bind_getitem, forward, backward, only_params=True, factors=("Rows",)),
+    Rule("embedding_bag", (F.embedding_bag,), bind_embedding_bag, forward, backward, native=True, factors=("Rows",)),
+    Rule(
+        "index",
+        (torch.Tensor.__getitem__,),
+        bind_getitem,
+        forward,
+        backward,
+        native=True,
+        only_params=True,
+        factors=("Rows",),
+    ),
 )

@@ -33,7 +33,7 @@ def backward(
     if needs.params[0]:
         factors[0] = Outer(x, g)
     if needs.params[1]:
-        factors[1] = Dense(g.sum(1))
+        factors[1] = Dense(g.select(1, 0), own=False) if g.shape[1] == 1 else Dense(g.sum(1))
     return gx, factors
 
 
@@ -181,13 +181,21 @@ def bind_einsum(equation: Any, *operands: Any) -> Call | Decline:
 
 def _rule(name: str, functions: tuple[Any, ...], bind: Any, *factors: str, autocast: str = "lower") -> Rule:
     return Rule(
-        name, functions, bind, forward, backward, only_params=True, autocast=autocast, factors=("Outer", *factors)
+        name,
+        functions,
+        bind,
+        forward,
+        backward,
+        native=True,
+        only_params=True,
+        autocast=autocast,
+        factors=("Outer", *factors),
     )
 
 
 T = torch.Tensor
 LINEAR = _rule("linear", (F.linear,), bind_linear, "Dense")
-BILINEAR = Rule("bilinear", (F.bilinear,), bind_bilinear, forward, backward, factors=("Outer", "Dense"))
+BILINEAR = Rule("bilinear", (F.bilinear,), bind_bilinear, forward, backward, native=True, factors=("Outer", "Dense"))
 RULES = (
     LINEAR,
     _rule("matmul", (torch.matmul, T.matmul, T.__matmul__, torch.mm, T.mm), bind_matmul),

@@ -43,9 +43,14 @@ def cross_entropy(options: Options, x: Tensor, target: Tensor) -> Tensor:
         each = each.view(n, size).sum(1)
     if reduction == "sum":
         return each
-    if type(target) is Tensor and target.device.type == "cpu" and not bool((target == ignored).any()):
+    if type(target) is Tensor and target.device.type == "cpu" and not _is_among(ignored, target):
         return each / size if size != 1 else each  # a look costs a quarter of a division and its backward
     return each / (target.reshape(n, size) != ignored).sum(1)  # none counted: 0 / 0, as torch has it
+
+
+def _is_among(ignored: int, target: Tensor) -> bool:
+    """Whether a target is ignored; below zero there are no others."""
+    return int(target.min()) < 0 if ignored < 0 else bool((target == ignored).any())
 
 
 RULES = (Fold("cross_entropy", (F.cross_entropy,), bind_cross_entropy, cross_entropy),)
