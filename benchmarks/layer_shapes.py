@@ -43,27 +43,27 @@ def norm(label: str, function: Any, shape: Sequence[int], channels: int, call: C
 
 
 def group_norm() -> Iterator[Case]:
-    shapes = [(64, 16, 32), (64, 32, 16), (16, 64, 32), (16, 128, 16), (16, 256, 8), (8, 64, 56), (16, 512, 7)]
+    shapes = [(256, 16, 32), (256, 32, 16), (64, 64, 32), (64, 128, 16), (128, 256, 8), (32, 64, 56), (128, 512, 7)]
     for n, c, s in shapes:
         call = lambda f, x, w, b: f(x, 8, w, b)
         yield norm(f"8 groups of {c} channels, {s} x {s}", F.group_norm, (n, 1, c, s, s), c, call)
 
 
 def instance_norm() -> Iterator[Case]:
-    for n, c, s in [(32, 32, 32), (32, 64, 16), (4, 64, 128), (16, 128, 32)]:
+    for n, c, s in [(64, 32, 32), (64, 64, 16), (4, 64, 128), (16, 128, 32)]:
         call = lambda f, x, w, b: f(x, None, None, w, b)
         yield norm(f"{c} channels, {s} x {s}", F.instance_norm, (n, 1, c, s, s), c, call)
 
 
 def batch_norm() -> Iterator[Case]:
-    for n, c, s in [(64, 16, 32), (16, 64, 56), (16, 256, 14), (32, 512, 7)]:
+    for n, c, s in [(256, 16, 32), (16, 64, 56), (32, 256, 14), (64, 512, 7)]:
         mean, var = torch.randn(c), torch.rand(c) + 0.5
         call = lambda f, x, w, b, mean=mean, var=var: f(x, mean, var, w, b)
         yield norm(f"eval, {c} channels, {s} x {s}", F.batch_norm, (n, 1, c, s, s), c, call)
 
 
-TOKENS = [("the benchmark's GPT", 8, 128, 256), ("ViT-S", 16, 197, 384), ("BERT, GPT-2", 16, 128, 768)]
-TOKENS += [("GPT-2", 4, 512, 768), ("GPT-2", 4, 1024, 768), ("one position", 256, 1, 1024)]
+TOKENS = [("the benchmark's GPT", 64, 128, 256), ("ViT-S", 32, 197, 384), ("BERT, GPT-2", 16, 128, 768)]
+TOKENS += [("GPT-2", 8, 512, 768), ("GPT-2", 4, 1024, 768), ("one position", 2048, 1, 1024)]
 
 
 def rows(label: str, function: Any, x: Tensor, params: list[Tensor], call: Callable[..., Any]) -> Case:
@@ -97,7 +97,7 @@ def linear() -> Iterator[Case]:
         ("MLP", 64, 1, 784, 1024),
         ("MLP", 32, 1, 1024, 1024),
         ("ResNet head", 64, 1, 512, 1000),
-        ("digits", 256, 1, 64, 128),
+        ("digits", 1024, 1, 64, 128),
     ]
     yield from matrices(F.linear, shapes, True)
 
@@ -124,7 +124,7 @@ def matmul() -> Iterator[Case]:
 
 def embedding() -> Iterator[Case]:
     for name, n, t, v, d in [
-        ("the benchmark's GPT", 8, 128, 1000, 256),
+        ("the benchmark's GPT", 32, 128, 1000, 256),
         ("words", 16, 256, 10_000, 128),
         ("positions of GPT-2", 8, 1024, 1024, 768),
         ("BERT", 1, 512, 30_522, 768),
@@ -172,7 +172,14 @@ def recurrent(function: Any, rule: Any, gates: int, states: int, shapes: Sequenc
 
         whole = lambda x, *params, op=op: op(x[:, :, 0], *params, batch_first=True)
         yield Case(
-            f"{i} to {h}, length {length}", torch.randn(n, length, 1, i), params, op, whole, rule, bind, with_forward=True
+            f"{i} to {h}, length {length}",
+            torch.randn(n, length, 1, i),
+            params,
+            op,
+            whole,
+            rule,
+            bind,
+            with_forward=True,
         )
 
 
@@ -199,11 +206,11 @@ FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
 
 def broadcast(function: Any) -> Iterator[Case]:
     for n, shape, of_w in [
-        (8, (128, 256), (256,)),
+        (64, (128, 256), (256,)),
         (16, (128, 768), (768,)),
         (16, (197, 384), (197, 384)),
         (32, (64, 32, 32), (64, 1, 1)),
-        (64, (1000,), (1000,)),
+        (4096, (1000,), (1000,)),
     ]:
         label = f"{' x '.join(map(str, shape))} and {' x '.join(map(str, of_w))}"
         yield rows(label, function, torch.randn(n, *shape), [torch.randn(of_w)], lambda f, x, w: f(x, w))
