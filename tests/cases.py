@@ -596,6 +596,7 @@ NORM = (
     module("group-norm-frozen-bias", lambda: nn.GroupNorm(2, 4), "group_norm", (2, 4, 3), frozen=("bias",)),
     module("group-norm-frozen-weight", lambda: nn.GroupNorm(2, 4), "group_norm", (2, 4, 3), frozen=("weight",)),
     op("group-norm-no-bias", lambda x, w: F.group_norm(x, 2, w), "group_norm", (2, 4, 3), w=(4,)),
+    op("group-norm-one-channel", lambda x, w, b: F.group_norm(x, 1, w, b), "group_norm", (1, 1, 4), w=(1,), b=(1,)),
     op("group-norm-plain", lambda x, s: F.group_norm(x * s, 2), {"s": "mul"}, (2, 4, 3), s=(4, 1)),
     op(
         "group-norm-parameter",

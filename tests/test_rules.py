@@ -287,6 +287,24 @@ def test_group_norm(config: some.Norm) -> None:
     _check_norm(config, "group_norm", lambda x, w, b: F.group_norm(x, config.option, w, b, 0.1))
 
 
+def test_group_norm_of_strides_that_look_like_channels_last() -> None:
+    """Along axes of size one a stride means nothing, but kernels read the memory format off it."""
+    x = draw(3, 1, 1, 4).as_strided((3, 1, 1, 4), (4, 1, 4, 1))
+    params = {"w": draw(1), "b": draw(1), "s": draw(4)}
+    fn = lambda p, x: loss(F.group_norm(x * p["s"], 1, p["w"], p["b"]))
+    psgrad.testing.check(fn, params, x)
+
+
+def test_layer_norm_of_long_samples() -> None:
+    """Where the kernel runs for each sample."""
+    x = draw(2, 3, 1 << 16)
+    for frozen in ((), ("b",), ("w",)):
+        given = {name: draw(1 << 16) for name in ("w", "b")}
+        params = {name: p for name, p in given.items() if name not in frozen} | {"s": draw(3, 1)}
+        fn = lambda p, x, given=given: loss(F.layer_norm(x * p["s"], (1 << 16,), (given | p)["w"], (given | p)["b"]))
+        psgrad.testing.check(fn, params, x)
+
+
 @given(config=some.layer_norms())
 def test_layer_norm(config: some.Norm) -> None:
     _check_norm(config, "layer_norm", lambda x, w, b: F.layer_norm(x, config.affine, w, b, 0.1))

@@ -27,8 +27,12 @@ def _per_sample(grads: Tensor | None, n: int, channels: int) -> Dense | None:
     """A kernel's gradients of N x B x C channels, summed over B."""
     if grads is None:
         return None
-    grads = grads.view(n, -1, channels)
-    return Dense(grads.sum(1) if grads.shape[1] != 1 else grads[:, 0])
+    return Dense(grads.view(n, channels) if grads.numel() == n * channels else grads.view(n, -1, channels).sum(1))
+
+
+def _tiled(t: Tensor | None, times: int) -> Tensor | None:
+    """`t` repeated: in memory of its own, which kernels read as it lies."""
+    return None if t is None else t.expand(times, -1).contiguous().view(-1)
 
 
 # ---- group norm -----------------------------------------------------------------------------------------
@@ -51,12 +55,14 @@ def group_backward(
 ) -> tuple[Tensor | None, list[Factor | None]]:
     (n, b, c), size = x.shape[:3], prod(x.shape[3:])
     weight, (mean, rstd) = params[0], saved
+    if weight is None and needs.params[1]:
+        weight = x.new_ones(c)  # without one the kernel refuses the bias
     gx, gw, gb = _aten.native_group_norm_backward(
-        g.contiguous(),
-        x.contiguous(),
+        g.reshape(1, -1, size).contiguous(),  # three axes: with four the kernel may take them for channels last
+        x.reshape(1, -1, size).contiguous(),
         mean.view(1, -1),
         rstd.view(1, -1),
-        None if weight is None else weight.repeat(n * b),
+        _tiled(weight, n * b),
         1,
         n * b * c,
         size,
@@ -91,19 +97,45 @@ def layer_backward(
     options: Layer, g: Tensor, x: Tensor, params: Sequence[Tensor | None], saved: Saved, needs: Needs
 ) -> tuple[Tensor | None, list[Factor | None]]:
     (weight, bias), (mean, rstd), n = params, saved, len(x)
-    gx, gw, gb = None, None, None
-    if needs.x:
-        mask = [True, False, False]
-        gx = _aten.native_layer_norm_backward(g, x, options.shape, mean, rstd, weight, bias, mask)[0]
-    rows = g.reshape(n, -1, prod(options.shape))  # (N, T, D)
+    # parameters first: their workspace is free again when the gradient of the input is allocated
+    factors: list[Factor | None] = [
+        None if t is None else Dense(t.reshape(n, *options.shape))
+        for t in _layer_weights(options, g, x, params, saved, needs)
+    ]
+    if not needs.x:
+        return None, factors
+    mask = [True, False, False]
+    return _layer_kernel(g, x, options.shape, mean, rstd, weight, bias, mask)[0], factors
+
+
+_layer_kernel = _aten.native_layer_norm_backward.default
+# Numbers in a sample from which the kernel runs for each: half of the time at 512 x 768, 0.8 at 1024 x 768.
+_LONG = 1 << 17
+
+
+def _layer_weights(
+    options: Layer, g: Tensor, x: Tensor, params: Sequence[Tensor | None], saved: Saved, needs: Needs
+) -> Sequence[Tensor | None]:
+    """Gradients (N, D) of weight and bias: sums over t of rstd_t ((x_t - mean_t) g_t) and of g_t."""
+    (weight, bias), (mean, rstd), n, width = params, saved, len(x), prod(options.shape)
+    outermost = current_level() is None
+    if needs.params[0] and outermost and x[0].numel() >= _LONG:
+        mask, shape = [False, True, needs.params[1]], options.shape
+        samples = zip(g.unbind(), x.unbind(), mean.unbind(), rstd.unbind(), strict=True)
+        found = [_layer_kernel(g, x, shape, m, r, weight, bias, mask)[1:] for g, x, m, r in samples]
+        weights, biases = zip(*found, strict=True)
+        return torch.stack(weights), (torch.stack(biases) if needs.params[1] else None)
+    gw, rows = None, g.reshape(n, -1, width)  # (N, T, D)
     if needs.params[0]:
         centred = x.reshape(rows.shape) - mean.reshape(n, -1, 1)
         # in place, at a quarter of the time; not where a transform runs, which may want both
-        centred = centred.mul_(rows) if current_level() is None else centred * rows
-        gw = torch.bmm(rstd.to(centred.dtype).reshape(n, 1, -1), centred)  # sum_t rstd_t ((x_t - mean_t) g_t)
-    if needs.params[1]:
-        gb = rows.sum(1)
-    return gx, [None if t is None else Dense(t.reshape(n, *options.shape)) for t in (gw, gb)]
+        centred = centred.mul_(rows) if outermost else centred * rows
+        rstd = rstd.to(centred.dtype)
+        if rows.shape[1] != 1:
+            gw = torch.bmm(rstd.reshape(n, 1, -1), centred)
+        else:
+            gw = centred.mul_(rstd.reshape(n, 1, 1)) if outermost else centred * rstd.reshape(n, 1, 1)
+    return gw, (rows.sum(1) if needs.params[1] else None)
 
 
 def bind_layer_norm(
@@ -184,27 +216,36 @@ def _back(options: Channels, t: Tensor, shape: torch.Size) -> Tensor:
     return t.view(shape)
 
 
-def _tiled(t: Tensor | None, channels: int) -> Tensor | None:
-    return None if t is None else t.repeat(channels // len(t))
+def _alone(options: Channels, x: Tensor) -> Groups | None:
+    """The group norm that this is, where each image has its own statistics: a sixth of batch norm's forward."""
+    if options.running or (options.batched and x.shape[1] != 1):
+        return None
+    return Groups(x.shape[2], options.eps)
 
 
 def channel_forward(
     options: Channels, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None
 ) -> tuple[Tensor, Saved]:
+    if (groups := _alone(options, x)) is not None:
+        return group_forward(groups, x, weight, bias)
+    if options.running:
+        y, *saved = torch.native_batch_norm(x.flatten(0, 1), weight, bias, mean, var, False, 0.0, options.eps)
+        return y.view(x.shape), tuple(saved)
     flat = _as_channels(options, x)
-    weight, bias, mean, var = (_tiled(t, flat.shape[1]) for t in (weight, bias, mean, var))
-    if not options.running:
-        mean = var = None
-    y, *saved = torch.native_batch_norm(flat, weight, bias, mean, var, not options.running, 0.0, options.eps)
+    weight, bias = (_tiled(t, len(x)) for t in (weight, bias))
+    y, *saved = torch.native_batch_norm(flat, weight, bias, None, None, True, 0.0, options.eps)
     return _back(options, y, x.shape), tuple(saved)
 
 
 def channel_backward(
     options: Channels, g: Tensor, x: Tensor, params: Sequence[Tensor | None], saved: Saved, needs: Needs
 ) -> tuple[Tensor | None, list[Factor | None]]:
+    if (groups := _alone(options, x)) is not None:
+        gx, factors = group_backward(groups, g, x, params[:2], saved, Needs(needs.x, needs.params[:2]))
+        return gx, [*factors, None, None]
     n, c = x.shape[0], x.shape[2]
     flat = _as_channels(options, x)
-    weight, _, mean, var = (_tiled(t, flat.shape[1]) for t in params)
+    weight, _, mean, var = (_tiled(t, flat.shape[1] // c) for t in params)
     gx, gw, gb = _aten.native_batch_norm_backward(
         _as_channels(options, g),
         flat,
@@ -217,7 +258,7 @@ def channel_backward(
         options.eps,
         [needs.x, needs.params[0], needs.params[1]],
     )
-    factors: list[Factor | None] = [None] * 4
+    factors = [None] * 4
     for i, grads in enumerate((gw, gb)):
         if needs.params[i]:
             factors[i] = _per_sample(grads, n, c)
