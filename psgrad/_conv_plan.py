@@ -48,6 +48,9 @@ COSTS = {
     "unrolled.windows": 0.75,
     "unrolled.moved": 0.235,
     "unrolled.weights": 0.89,
+    # a number of a large result that torch's kernel allocates, set by hand: whether malloc has such memory at hand
+    # differs from run to run. 4.7 MB took 1.2 to 6.6 times the ordinary gradient's time, 2.4 MB 1.1 to 1.5 times.
+    "fresh": 3.0,
 }
 ROW = 18  # numbers that a copy moves in the time that it takes to begin with a row of them
 
@@ -142,7 +145,8 @@ def _kernel(z: Sizes, geometry: ConvGeometry, kernel: Sequence[int]) -> dict[str
         kind, more = "depthwise", {}
     else:
         kind, more = "unrolled", {"groups": groups, "windows": groups * z.c * z.taps * z.t}
-    return {f"{kind}.{name}": count for name, count in {
+    fresh = {"fresh": weights} if weights * 4 > _plan.TILE else {}
+    return fresh | {f"{kind}.{name}": count for name, count in {
         "call": 1, "multiply": work, "moved": moved, "weights": weights, **more,
     }.items()}  # fmt: skip
 
