@@ -145,7 +145,7 @@ def _kernel(z: Sizes, geometry: ConvGeometry, kernel: Sequence[int]) -> dict[str
         kind, more = "depthwise", {}
     else:
         kind, more = "unrolled", {"groups": groups, "windows": groups * z.c * z.taps * z.t}
-    fresh = {"fresh": weights} if weights * 4 > _plan.TILE else {}
+    fresh: dict[str, float] = {"fresh": weights} if weights * 4 > _plan.TILE else {}
     return fresh | {f"{kind}.{name}": count for name, count in {
         "call": 1, "multiply": work, "moved": moved, "weights": weights, **more,
     }.items()}  # fmt: skip
