@@ -3,14 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from . import _alloc, _plan
+from . import _alloc, _conv_plan, _plan
 from ._factors import Factor, Outer, scaled, widened
+from ._windows import Columns
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,64 +23,75 @@ class Patches(Factor):
 
     @property
     def plan(self) -> _plan.Plan:
-        return _plan.conv_weight(self.x.shape, self.g.shape, self.geometry, self.kernel, self.x.element_size())
+        return _conv_plan.conv_weight(self.x.shape, self.g.shape, self.geometry, self.kernel, self.x.element_size())
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.g.shape[2], self.x.shape[2] // self.geometry.groups, *self.kernel
 
     def dense(self, out: Tensor | None = None) -> Tensor:
+        return self.by(self.plan.strategy, out)
+
+    def by(self, strategy: str, out: Tensor | None = None) -> Tensor:
+        """The gradients by one of the ways that `_conv_plan.conv_weight` chooses from."""
         shape = (len(self.x), *self.shape)
-        strategy = self.plan.strategy
         if self.x.numel() == 0 or self.g.numel() == 0:
             return self.g.new_zeros(shape) if out is None else out.zero_()
         if strategy == "grouped":
             grads = self._grouped(shape)
             return grads if out is None else out.copy_(grads)
-        if out is None or not out.is_contiguous() or out.dtype != self.g.dtype:
-            grads = self._products(strategy, _alloc.empty(shape, self.g))
-            return grads if out is None else out.copy_(grads)
-        return self._products(strategy, out)
+        write = {"pointwise": self._pointwise, "patches": self._patches, "loop": self._loop}[strategy]
+        if out is not None and out.is_contiguous() and out.dtype == self.g.dtype:
+            return write(out)
+        grads = write(_alloc.empty(shape, self.g))
+        return grads if out is None else out.copy_(grads)
 
     def _grouped(self, shape: tuple[int, ...]) -> Tensor:
         """One convolution in which each sample has groups of its own; its batch axis is B."""
-        n, o, c, *kernel = shape
+        n, o, *rest = shape
         x, g = (t.transpose(0, 1).reshape(t.shape[1], -1, *t.shape[3:]) for t in (self.x, self.g))
-        weight = g.new_empty(1).expand(n * o, c, *kernel)  # only its shape is read
-        stride, padding, dilation, groups = self.geometry
-        grads: Tensor = torch.ops.aten.convolution_backward(
-            g, x, weight, None, stride, padding, dilation, False, [0] * len(kernel), n * groups, [False, True, False]
-        )[1]
-        return grads.view(shape)
+        geometry = self.geometry._replace(groups=n * self.geometry.groups)
+        return weight_gradient(x, g, geometry, (n * o, *rest)).view(shape)
 
-    def _products(self, strategy: str, out: Tensor) -> Tensor:
-        """One matrix product per sample and group, written straight into the contiguous `out`."""
-        n, groups = len(self.x), self.geometry.groups
-        rows = out.view(n * groups, out.shape[1] // groups, -1)  # (N G, O/G, C/G K)
-        columns = self._pointwise if strategy == "pointwise" else self._columns
-        size = out[0, 0].numel() * groups * prod(self.g.shape[3:]) * self.x.shape[1] * self.x.element_size()
-        step = n if strategy == "pointwise" else _plan.samples_at_once(size)
-        for start in range(0, n, step):
-            g = self.g[start : start + step].transpose(1, 2).reshape(-1, rows.shape[1], size_of(self.g))
-            x = columns(self.x[start : start + step]).reshape(len(g), rows.shape[2], -1)
-            torch.bmm(g, x.mT, out=rows[start * groups : (start + step) * groups])
+    def _loop(self, out: Tensor) -> Tensor:
+        """The ordinary weight gradient of each sample."""
+        for x, g, grads in zip(self.x, self.g, out, strict=True):
+            grads.copy_(weight_gradient(x, g, self.geometry, self.shape))
         return out
 
-    def _pointwise(self, x: Tensor) -> Tensor:
-        """The input at the positions that a 1x1 kernel visits, (N, C, B, *S')."""
-        positions: Any = (..., *(slice(None, None, s) for s in self.geometry.stride))
-        return x[positions].transpose(1, 2)
+    def _pointwise(self, out: Tensor) -> Tensor:
+        """A 1x1 kernel on one image: a matrix product of what is there."""
+        groups, (o, c, *_) = self.geometry.groups, self.shape
+        x, g = (t.reshape(-1, size, size_of(self.g)) for t, size in ((self.x, c), (self.g, o // groups)))
+        torch.bmm(g, x.mT, out=out.view(-1, o // groups, c))  # (N G, O/G, C/G)
+        return out
 
-    def _columns(self, x: Tensor) -> Tensor:
-        """A view of the padded input's patches, (N, C, *K, B, *S')."""
-        stride, padding, dilation, _ = self.geometry
-        if any(padding):
-            x = F.pad(x, [p for side in reversed(padding) for p in (side, side)])
-        x = x.contiguous()
-        (n, b, c), (by_n, by_b, by_c, *by_s) = x.shape[:3], x.stride()
-        steps = [s * d for s, d in zip(by_s, dilation, strict=True)]
-        moves = [s * d for s, d in zip(by_s, stride, strict=True)]
-        return x.as_strided((n, c, *self.kernel, b, *self.g.shape[3:]), (by_n, by_c, *steps, by_b, *moves))
+    def _patches(self, out: Tensor) -> Tensor:
+        """The input's patches as a matrix, times the cotangent; some samples, and some positions, at a time."""
+        n, groups, size = len(out), self.geometry.groups, self.g.shape[3:]
+        rows = out.view(n, groups, self.shape[0] // groups, -1)  # (N, G, O/G, C/G K)
+        o, taps = rows.shape[2:]
+        positions = size_of(self.g) // size[0]  # at one place along the first axis
+        tiles = _conv_plan.conv_tiles(n, groups, groups * taps * positions, size[0], self.x.element_size())
+        columns = Columns(self.x, self.geometry, self.kernel, size, tiles)
+        turned = (
+            rows.new_empty(tiles.samples * groups, taps, o) if _conv_plan.conv_turns(o, taps, size_of(self.g)) else None
+        )
+        for start in range(0, n, tiles.samples):
+            x, g, grads = (t[start : start + tiles.samples] for t in (self.x, self.g, rows))
+            m = len(x) * groups
+            view, grads = columns.of(x), grads.flatten(0, 1)
+            for first in range(0, size[0], tiles.length):
+                length = min(tiles.length, size[0] - first)
+                left = g.narrow(3, first, length).transpose(1, 2).reshape(m, o, -1)
+                right = columns.copied(view.narrow(-len(size), first, length)).view(m, taps, -1)
+                if turned is None:
+                    _product(left, right, grads, first > 0)
+                else:
+                    _product(right, left, turned[:m], first > 0)
+            if turned is not None:
+                grads.copy_(turned[:m].mT)
+        return out
 
     def tiles(self, bytes_each: int | None = None) -> "Iterator[tuple[slice, Patches]]":
         """Larger than others': each tile has patches to lay out."""
@@ -89,7 +99,7 @@ class Patches(Factor):
         return super().tiles(max(1, size * _plan.TILE // _plan.WORKSPACE))
 
     def norms(self) -> Tensor:
-        plan = _plan.conv_norms(self.x.shape, self.g.shape, self.geometry, self.kernel, self.x.element_size())
+        plan = _conv_plan.conv_norms(self.x.shape, self.g.shape, self.geometry, self.kernel, self.x.element_size())
         return self._rooted(*self._by_gram()) if plan.strategy == "gram" else super().norms()
 
     def _by_gram(self) -> tuple[Tensor, Tensor]:
@@ -98,7 +108,9 @@ class Patches(Factor):
         taps, positions = c * prod(self.kernel), size_of(self.g)
         found, alone = [], []
         for _, part in self.tiles(groups * taps * positions * self.x.element_size()):
-            x = part._columns(part.x).reshape(-1, taps, positions).mT  # (N G, T, C/G K)
+            size = self.g.shape[3:]
+            columns = Columns(part.x, self.geometry, self.kernel, size, _conv_plan.Tiles(len(part.x), size[0]))
+            x = columns.copied(columns.of(part.x)).view(-1, taps, positions).mT  # (N G, T, C/G K)
             g = part.g.transpose(1, 2).reshape(-1, o // groups, positions).mT  # (N G, T, O/G)
             squares, parts = (t.view(-1, groups).sum(1) for t in Outer(x, g).by_gram())
             found.append(squares)
@@ -110,12 +122,25 @@ class Patches(Factor):
         if self.x.numel() == 0 or self.g.numel() == 0:
             return widened(self.g).new_zeros(self.shape)
         x, g = widened(self.x).flatten(0, 1), scaled(self.g, w).flatten(0, 1)
-        stride, padding, dilation, groups = self.geometry
-        weight = g.new_empty(1).expand(self.shape)  # only its shape is read
-        grads: Tensor = torch.ops.aten.convolution_backward(
-            g, x, weight, None, stride, padding, dilation, False, [0] * len(stride), groups, [False, True, False]
-        )[1]
-        return grads
+        return weight_gradient(x, g, self.geometry, self.shape)
+
+
+def weight_gradient(x: Tensor, g: Tensor, geometry: _plan.ConvGeometry, shape: tuple[int, ...]) -> Tensor:
+    """The ordinary gradient of a weight of this shape; x (B, C, *S), g (B, O, *S')."""
+    stride, padding, dilation, groups = geometry
+    weight = g.new_empty(1).expand(shape)  # only its shape is read
+    grads: Tensor = torch.ops.aten.convolution_backward(
+        g, x, weight, None, stride, padding, dilation, False, [0] * len(stride), groups, [False, True, False]
+    )[1]
+    return grads
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor, more: bool) -> None:
+    """a b^T for each of a batch, in the place of what `out` holds or on top of it."""
+    if more:
+        out.baddbmm_(a, b.mT)
+    else:
+        torch.bmm(a, b.mT, out=out)
 
 
 def size_of(g: Tensor) -> int:

@@ -1,10 +1,8 @@
 """Costs from shapes, and the choices made from them. `explain` shows each choice."""
 
-from collections.abc import Sequence
-from math import prod
 from typing import NamedTuple
 
-TILE = 4 << 20  # bytes: gradients written out at once, to be reduced; larger ones leave the cache
+TILE = 4 << 20  # bytes: gradients, or patches, written out at once; larger ones leave the cache
 WORKSPACE = 16 << 20  # bytes: what a strategy may hold at once; malloc keeps blocks of this size for reuse
 
 SMALL = 1 << 16  # bytes of an input: with less, a call's own overhead is what counts
@@ -26,11 +24,6 @@ class ConvGeometry(NamedTuple):
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
-
-
-def samples_at_once(bytes_each: int) -> int:
-    """How many samples' workspace fits WORKSPACE; one always does."""
-    return max(1, WORKSPACE // max(1, bytes_each))
 
 
 def tile(bytes_each: int) -> int:
@@ -75,38 +68,3 @@ def outer_dots(n: int, t: int, m: int, s: int, o: int, i: int) -> Plan:
     if t * s > 0 and gram <= tiles:
         return Plan("gram", gram, min(n, tile(8 * t * m * s)) * 8 * t * m * s)
     return Plan("tiles", tiles, WORKSPACE)
-
-
-def conv_norms(
-    x: Sequence[int], g: Sequence[int], geometry: ConvGeometry, kernel: Sequence[int], itemsize: int
-) -> Plan:
-    """The same for a convolution's weight: its positions are those of the output, its inputs the patches."""
-    inputs, channels = x[2] // geometry.groups * prod(kernel), g[2] // geometry.groups
-    plan = outer_norms(x[0] * geometry.groups, x[1] * prod(g[3:]), inputs, channels, itemsize)
-    return plan if plan.strategy == "gram" else conv_weight(x, g, geometry, kernel, itemsize)._replace(strategy="tiles")
-
-
-def conv_weight(
-    x: Sequence[int], g: Sequence[int], geometry: ConvGeometry, kernel: Sequence[int], itemsize: int
-) -> Plan:
-    """How to get a conv's per-sample weight gradients: x (N, B, C, *S), g (N, B, O, *S').
-
-    pointwise  a 1x1 kernel is a matrix product.
-    grouped    one convolution with N x groups groups. Its kernel pays a reorder for each weight it
-               writes, and works on blocks of 8 channels (not in 1d).
-    patches    the input's patches as a matrix (im2col), then one matrix product per sample: pays for
-               writing each patch.
-    The constants are multiply-adds' worth per element moved, read off 26 shapes of ResNets, 1d and 3d
-    nets on 2 CPU threads: patches win up to about two output positions per output channel.
-    """
-    n, channels = x[0], g[2] // geometry.groups
-    inputs, taps, positions = x[2] // geometry.groups, prod(kernel), x[1] * prod(g[3:])
-    weights = geometry.groups * channels * inputs * taps
-    flops = n * weights * positions
-    if taps == 1 and not any(geometry.padding):
-        return Plan("pointwise", flops, 0)
-    patches = geometry.groups * inputs * taps * positions
-    blocks = -(-inputs // 8) * 8 / inputs if len(kernel) > 1 and inputs else 1
-    if flops + 24 * n * patches <= blocks * flops + 48 * n * weights:
-        return Plan("patches", flops, min(n, samples_at_once(patches * itemsize)) * patches * itemsize)
-    return Plan("grouped", flops, n * weights * itemsize)

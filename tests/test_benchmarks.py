@@ -1,6 +1,7 @@
 """The benchmark command: its table, its JSON, its comparison, its bars; not its times."""
 
 import json
+import random
 import re
 import sys
 import time
@@ -13,12 +14,13 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import compare, measured, memory
+from benchmarks import compare, convolutions, fit_convolutions, measured, memory
 from benchmarks.measured import Measured, Record
 from benchmarks.peers import PEERS
 from benchmarks.peers.peer import Peer, Ready
 from benchmarks.quantities import NAMES, Truth
 from benchmarks.workloads import WORKLOADS, Point, Task
+from psgrad._conv_plan import COSTS
 
 TINY = ["--only", "mlp-tiny", "--rounds", "1"]
 OTHERS = ("opacus", "backpack", "jax")
@@ -176,3 +178,53 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
     old = [record("psgrad", 1.0), record("JAX", None, "broke")]
     assert plot.draw([*old, *grown], tmp_path) == [tmp_path / "times.png", tmp_path / "memory.png"]
     assert plot.draw([], tmp_path) == []
+
+
+# ---- convolutions -----------------------------------------------------------------------------------------
+
+SMALL = "cifar 32-64 1x1 /2"
+
+
+def test_convolutions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A row with the time of every strategy, and an exit code that says what the row says."""
+    monkeypatch.setattr(convolutions, "setup", dict)
+    monkeypatch.setattr(convolutions, "turn", lambda call: [call() is None or 0.001])
+    file = tmp_path / "times.json"
+    code = convolutions.main(["--only", SMALL, "--rounds", "1", "--sets", "2", "--json", str(file)])
+    assert code == 0
+    (row,) = json.loads(file.read_text())["rows"]
+    assert set(row["seconds"]) == {"ordinary", "fill", "ours", "fresh", "patches", "grouped", "loop", "vmap"}
+    printed = capsys.readouterr().out
+    assert f"| {SMALL} | 1.00 | 1.00 | 0.50 |" in printed
+    assert "1 of 1 shapes keep the bars" in printed
+
+
+def test_bars_of_convolutions() -> None:
+    seconds = {"ordinary": 1.0, "fill": 0.5, "ours": 1.9, "patches": 1.8, "grouped": 1.7, "vmap": 2.0}
+    row = convolutions.Row("some", seconds, "patches", ["patches", "grouped"])
+    assert row.missed == []
+    assert row.best == "grouped"
+    slow = row._replace(seconds=seconds | {"ours": 2.4})
+    assert slow.missed == ["1.60 > 1.3", "1.20 of vmap(grad)"]
+
+
+def test_every_way_of_a_convolution_gives_the_same() -> None:
+    problem = convolutions.Problem(convolutions.shape(3, 4, 6, 7, 3, 2), 1)
+    ways = {name: call() for name, call in problem.contenders().items() if name not in ("ordinary", "fill")}
+    for name, grads in ways.items():
+        torch.testing.assert_close(grads.view(3, 6, 4, 3, 3), ways["loop"].clone(), msg=name, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(problem.ordinary(), ways["vmap"].view(3, 6, 4, 3, 3).sum(0), rtol=1e-4, atol=1e-4)
+
+
+def test_fit_of_convolutions_finds_prices() -> None:
+    """Times that are made of prices give back choices as good as any."""
+    rng = random.Random(0)
+    samples = []
+    for _ in range(40):
+        drawn = fit_convolutions.draw(rng)
+        for turns in (False, True):
+            given: fit_convolutions.Sample = {"shape": drawn, "turns": turns}
+            ways = fit_convolutions.counted(given).items()
+            given["seconds"] = {way: sum(COSTS[k] * v for k, v in done.items()) * 1e-9 for way, done in ways}
+            samples.append(given)
+    assert max(fit_convolutions.judge(samples, fit_convolutions.fit(samples))) < 1.05

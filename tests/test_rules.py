@@ -1,6 +1,7 @@
 """Each rule over configurations that Hypothesis draws: exact in float64, and the rule ran."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -9,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import assume, given
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import psgrad
-from psgrad import _plan
-from psgrad.extend import ConvGeometry, Outer, Patches, Plan, Rows
+from psgrad import _conv_plan, _plan
+from psgrad.extend import ConvGeometry, Outer, Patches, Rows
 
 from . import strategies as some
 from .cases import loss
@@ -220,6 +222,18 @@ def _one_conv_gradient(x: Tensor, g: Tensor, w: Tensor, geometry: ConvGeometry) 
     return torch.autograd.grad(y, w, g)[0]
 
 
+class Allocated(TorchDispatchMode):
+    """The bytes of all tensors made by `new_empty` and `new_zeros`."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.new_empty.default, torch.ops.aten.new_zeros.default):
+            self.bytes += out.numel() * out.element_size()
+        return out
+
+
 @pytest.mark.parametrize("d", [1, 2, 3])
 def test_conv_strategies_agree(d: int) -> None:
     @given(config=some.convs(d, words=False))
@@ -234,36 +248,56 @@ def test_conv_strategies_agree(d: int) -> None:
         g = draw(*conv(x.flatten(0, 1), w, None, *geometry).unflatten(0, x.shape[:2]).shape)
         each = [_one_conv_gradient(x[k], g[k], w, geometry) for k in range(config.n)]
         want = torch.stack(each) if each else draw(0, *config.w)
-        pointwise = set(config.kernel) == {1} and not any(padding)
-        for strategy in ("patches", "grouped", *(["pointwise"] if pointwise else [])):
-            for workspace in (1, _plan.WORKSPACE):  # a sample at a time, all at once
-                with (
-                    mock.patch.object(_plan, "conv_weight", lambda *_, s=strategy: Plan(s, 0, 0)),
-                    mock.patch.object(_plan, "WORKSPACE", workspace),
-                ):
-                    factor = Patches(x, g, geometry, config.kernel)
-                    torch.testing.assert_close(factor.dense(), want)
-                    out = torch.full_like(want, torch.nan)
-                    assert factor.dense(out) is out
-                    torch.testing.assert_close(out, want)
-                    strided = want.new_full((*want.shape[1:], len(want)), torch.nan).movedim(-1, 0)
-                    torch.testing.assert_close(factor.dense(strided), want)
-                    torch.testing.assert_close(strided, want)
+        factor = Patches(x, g, geometry, config.kernel)
+        for strategy, tile, turns, row in _ways(x, geometry, config.kernel):
+            with (
+                mock.patch.object(_plan, "TILE", tile),
+                mock.patch.object(_plan, "WORKSPACE", tile),
+                mock.patch.object(_conv_plan, "conv_turns", return_value=turns),
+                mock.patch.object(_conv_plan, "ROW", row),
+            ):
+                torch.testing.assert_close(factor.by(strategy), want)
+                out = torch.full_like(want, torch.nan)
+                assert factor.by(strategy, out) is out
+                torch.testing.assert_close(out, want)
+                strided = want.new_full((*want.shape[1:], len(want)), torch.nan).movedim(-1, 0)
+                torch.testing.assert_close(factor.by(strategy, strided), want)
+                torch.testing.assert_close(strided, want)
 
     run()
 
 
-@given(config=some.convs(2, words=False))
-def test_conv_plans_are_ones_that_work(config: some.Conv) -> None:
-    """A 1x1 kernel is the only one that may take the pointwise way."""
-    padding = (config.padding,) * 2 if isinstance(config.padding, int) else config.padding
-    geometry = ConvGeometry(config.stride, padding, config.dilation, config.groups)
-    x = torch.empty(max(config.n, 1), config.inner or 1, *config.x[-3:], device="meta")
-    g = F.conv2d(x.flatten(0, 1), x.new_empty(config.w), None, *geometry).unflatten(0, x.shape[:2])
-    plan = _plan.conv_weight(x.shape, g.shape, geometry, config.kernel, 4)
-    pointwise = set(config.kernel) == {1} and not any(padding)
-    assert plan.strategy in (("pointwise",) if pointwise else ("patches", "grouped"))
-    assert plan.flops == len(x) * x.new_empty(config.w).numel() * g[0, :, 0].numel()
+def _ways(x: Tensor, geometry: ConvGeometry, kernel: tuple[int, ...]) -> Iterator[tuple[str, int, bool, float]]:
+    """Strategies, and the choices within that of patches: a tile's bytes, the product's order, how they are copied."""
+    yield from ((name, _plan.TILE, False, 0) for name in ("grouped", "loop"))
+    if _conv_plan.is_pointwise(x.shape, geometry, kernel):
+        yield "pointwise", _plan.TILE, False, 0
+    yield from itertools.product(["patches"], [1, 1 << 11, _plan.TILE], [False, True], [0, 1e6])
+
+
+@pytest.mark.parametrize("d", [1, 2, 3])
+def test_conv_plans_are_ones_that_work(d: int) -> None:
+    """An unpadded 1x1 kernel is the only one that may take the pointwise way; the workspace is what is held."""
+
+    @given(config=some.convs(d, words=False))
+    def run(config: some.Conv) -> None:
+        padding = (config.padding,) * d if isinstance(config.padding, int) else config.padding
+        geometry = ConvGeometry(config.stride, padding, config.dilation, config.groups)
+        x = torch.randn(max(config.n, 1), config.inner or 1, *config.x[-d - 1 :])
+        w = x.new_zeros(config.w)
+        g = (F.conv1d, F.conv2d, F.conv3d)[d - 1](x.flatten(0, 1), w, None, *geometry).unflatten(0, x.shape[:2])
+        assume(g.numel() > 0)
+        plan = _conv_plan.conv_weight(x.shape, g.shape, geometry, config.kernel, 4)
+        assert plan.flops == len(x) * w.numel() * g[0, :, 0].numel()
+        pointwise = _conv_plan.is_pointwise(x.shape, geometry, config.kernel)
+        assert plan.strategy in (("pointwise",) if pointwise else ("patches", "grouped", "loop"))
+        if plan.strategy == "patches":
+            out = x.new_empty(len(x), *w.shape)
+            with Allocated() as held:
+                Patches(x, g, geometry, config.kernel).by("patches", out)
+            assert plan.workspace == held.bytes
+
+    run()
 
 
 # ---- norms -------------------------------------------------------------------------------------------------
