@@ -44,7 +44,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--peers", type=among(PEERS), help=f"some of {', '.join(PEERS)} (all; for --sweep {', '.join(GROWTH)})")
     add("--rounds", type=positive, help="turns of each contender (30)")
     add("--quick", action="store_true", help=f"3 rounds of {', '.join(QUICK)}, and less patience with slow ones")
-    add("--memory", action="store_true", help="peak memory in place of time (of grads and clipped)")
+    add("--memory", action="store_true", help="peak memory in place of time (of grads, norms and clipped)")
+    add("--malloc", choices=list(memory.MALLOC), default="tight", help="for --memory: with the holes of malloc, or not")
     add("--sweep", action="store_true", help="how cost grows with samples, and with length for norms (not of gram)")
     add("--json", type=Path, metavar="FILE", help="write the figures there too")
     add("--against", type=Path, metavar="FILE", help="say what got worse since the run that wrote FILE")
@@ -60,7 +61,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def wanted(quantity: str, args: argparse.Namespace) -> bool:
     """Whether a quantity is measured unless others are asked for."""
     if args.memory:
-        return quantity in ("grads", "clipped")
+        return quantity != "gram"
     return quantity != "gram" if args.sweep else True
 
 
@@ -111,7 +112,7 @@ class Run:
             truth = self.truths.setdefault(point, Truth(point.make()))
             doing, share = partial(progress, f"{quantity} {point.label}"), None
             if self.args.memory:
-                found = memory.measure(point, quantity, peers, doing)
+                found = memory.measure(point, quantity, peers, doing, self.args.malloc)
             else:
                 others = Others()
                 found = timing.measure(truth, quantity, peers, self.args.rounds, self.args.patience, doing)
@@ -119,7 +120,7 @@ class Run:
                 if share > BUSY:
                     table.remarks[f"Other processes took over {BUSY:.0%} of the cores: not to be trusted."] = None
             progress()
-            verdict = bars.judge(self.kind, quantity, point.label, found)
+            verdict = bars.judge(self.kind, quantity, point.label, found, truth.task.size)
             self.verdicts += [verdict] if verdict else []
             self.keep(quantity, point, len(truth.task.inputs), found)
             table.row(point, truth.task, found, share, verdict)

@@ -29,6 +29,11 @@ class Task:
         """The parameters by name, a tied one once."""
         return dict(self.model.named_parameters())
 
+    @property
+    def size(self) -> int:
+        """Bytes of all per-sample gradients."""
+        return len(self.inputs) * sum(p.numel() * p.element_size() for p in self.params.values())
+
     @cached_property
     def max_norm(self) -> float:
         """A bound that clips about half of the samples: the median norm of a few gradients."""
