@@ -28,6 +28,7 @@ MALLOC: dict[str, dict[str, str]] = {
     "default": {},
 }
 
+
 def measure(
     point: Point, quantity: str, peers: Iterable[Peer], progress: Callable[[str], None], malloc: str = "tight"
 ) -> dict[str, Measured]:

@@ -130,10 +130,16 @@ class _Apply(torch.autograd.Function):
             raise RuntimeError(f"a weight of {rule.name} was changed in place before its backward")
         with _no_autocast(g.device.type):
             needs = Needs(ctx.needs_input_grad[2], tracked)
-            gx, factors = rule.backward(call.options, g, x, ctx.values, saved, needs)
+            apart = rule.apart and needs.x and True in tracked
+            first = needs._replace(x=False) if apart else needs
+            gx, factors = rule.backward(call.options, g, x, ctx.values, saved, first)
             for param, factor, track in zip(call.params, factors, tracked, strict=True):
                 if track and factor is not None:
                     sink.add(param, factor, use)
+            if apart:
+                del factors, factor
+                rest = Needs(True, (False,) * len(tracked))
+                gx = rule.backward(call.options, g, x, ctx.values, saved, rest)[0]
         return None, None, gx, None
 
 

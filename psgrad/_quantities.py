@@ -18,6 +18,7 @@ from ._errors import ArgumentError, ArgumentTypeError, FallbackWarning, place_of
 from ._factored import (
     Block,
     FactoredGrads,
+    add_sums,
     check_max_norm,
     check_nonfinite,
     clip_weights,
@@ -396,7 +397,10 @@ def _by_name(numbers: dict[str, int], names: Sequence[str]) -> list[int]:
 def _clip_work(problem: Problem, run: Run) -> object:
     """What a chunk of clipped_grad does, for those who ask what it allocates."""
     fg, totals = _chunk.factored(problem, run), _chunk.no_totals(problem)
-    fg._add_sums([fg.norms()] * len(problem.params), totals, counted=True)
+    norms, parts = fg.norms(), fg._parts()
+    del fg
+    for index, kept in parts:
+        add_sums(index, kept, [norms] * len(problem.params), totals, counted=True)
     return totals
 
 
@@ -417,10 +421,12 @@ def _clipped(
         good = math.isfinite(norms.sum())
         finite = None if good else norms.sum(0).isfinite()
         weights = [clip_weights(t, bound, finite, nonfinite) for t, bound in zip(norms, bounds, strict=True)]
-        fg._add_sums([weights[k] for k in group], totals, counted=good)
         all_norms.append(norms)
         all_values.append(fg.values)
-        del fg, weights  # before the next chunk runs
+        parts = fg._parts()
+        del fg  # so that each factor goes once it is summed
+        for index, kept in parts:
+            add_sums(index, kept, [weights[k] for k in group], totals, counted=good)
     if not all_norms:
         return (
             totals,

@@ -75,6 +75,7 @@ class Rule:
     plain: Callable[..., Tensor] | None = None
     keeps_input: bool = True  # False: the backward reads only the shape of x
     saves: int = 0  # how many tensors forward returns for the backward
+    apart: bool = False  # the backward's parts share no work: factors first, so that x's gradient is not held meanwhile
     only_params: bool = False  # plain vmap is as good where no operand is a parameter
     autocast: str = "keep"  # the dtype under autocast: "lower", "float32", their " off the CPU", or the operands'
     factors: tuple[str, ...] = ()  # the factor types it yields, for the table in the README

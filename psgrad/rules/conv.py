@@ -170,7 +170,7 @@ def bind_transposed(
 
 
 def _rule(f: Any, bind: Any, forward: Any, backward: Any) -> Rule:
-    return Rule(f.__name__, (f,), bind, forward, backward, autocast="lower", factors=("Patches", "Dense"))
+    return Rule(f.__name__, (f,), bind, forward, backward, apart=True, autocast="lower", factors=("Patches", "Dense"))
 
 
 CONV = tuple(_rule(f, bind_conv, forward, backward) for f in (F.conv1d, F.conv2d, F.conv3d))
