@@ -21,7 +21,7 @@ def each(beyond: bool = False, **limits: float) -> dict[str, Bar]:
     return {name.replace("_", "-"): Bar(limit, beyond=beyond) for name, limit in limits.items()}
 
 
-MEMORY = dict(mlp=1.3, resnet=1.3, resnet_wide=1.3, instance=1.3, conv1d=1.3, conv3d=1.3, gpt=1.3, gpt_tied=1.3)
+MEMORY = dict.fromkeys(("mlp", "resnet", "resnet_wide", "instance", "conv1d", "conv3d", "gpt", "gpt_tied"), 1.3)
 
 
 # (kind, quantity): workload: bar. mlp's gradients are nearly all writing N x P floats: held against vmap(grad).

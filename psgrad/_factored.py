@@ -288,9 +288,7 @@ def add_sums(
             if len(w) == 0:
                 continue
             own = own if there is None else own.select(there)
-        found, total = own.weighted_sum(w), totals[i]
-        totals[i] = found if total is None else total.add_(found)
-        del own, found
+        totals[i] = own.add_weighted(totals[i], w)
 
 
 def _freed(kept: Kept | None) -> tuple[bool, int]:

@@ -25,7 +25,7 @@ from ._factored import (
     refuse_nonfinite,
 )
 from ._factors import norm_of_norms
-from ._memory import Run
+from ._memory import Run, Work
 from ._problem import Problem, generators, rewind
 
 
@@ -237,7 +237,7 @@ def weighted_grad(
         if not callable(weights):
             step = step_of(problem, chunk_size, max_bytes, partial(_chunk.summing, "sums", _chunk.sums))
             return _chunk.finished(problem, _weighted(problem, given(weights), step))
-        step = step_of(problem, chunk_size, max_bytes, partial(_chunk.summing, "clipped", _clip_work, in_place=True))
+        step = step_of(problem, chunk_size, max_bytes, _clip_work)
         if step >= problem.n > 0:
             fg = _chunk.factored(problem)
             w = given(weights(_chunk.spread_out(fg.norms(), index, n)))
@@ -335,9 +335,7 @@ def clipped_grad(
     n, (problem, index) = problem.n, _chunk.counting(problem, valid)
     with _engine.differentiating():
         try:
-            step = step_of(
-                problem, chunk_size, max_bytes, partial(_chunk.summing, "clipped", _clip_work, in_place=True)
-            )
+            step = step_of(problem, chunk_size, max_bytes, _clip_work)
         except ArgumentError:
             if max_bytes is None or chunk_size is not None or len(bounds) > 1:
                 raise
@@ -394,14 +392,20 @@ def _by_name(numbers: dict[str, int], names: Sequence[str]) -> list[int]:
     return group
 
 
-def _clip_work(problem: Problem, run: Run) -> object:
+def _clip_work(whole: Problem) -> Work:
     """What a chunk of clipped_grad does, for those who ask what it allocates."""
-    fg, totals = _chunk.factored(problem, run), _chunk.no_totals(problem)
-    norms, parts = fg.norms(), fg._parts()
-    del fg
-    for index, kept in parts:
-        add_sums(index, kept, [norms] * len(problem.params), totals, counted=True)
-    return totals
+
+    def do(problem: Problem, run: Run) -> object:
+        metas = _chunk.metas(problem)
+        totals: list[Tensor | None] = [None if problem.n == whole.n else meta.new() for meta in metas]
+        fg = _chunk.factored(problem, run)
+        norms, parts = fg.norms(), fg._parts()
+        del fg
+        for index, kept in parts:
+            add_sums(index, kept, [norms] * len(metas), totals, counted=True)
+        return totals
+
+    return _chunk.summing("clipped", do, whole, in_place=True)
 
 
 def _clipped(
