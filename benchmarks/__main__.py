@@ -14,12 +14,12 @@ from .measured import Measured, Record
 from .peers import BASE, GROWTH, PEERS
 from .quantities import NAMES, Truth
 from .table import Table
-from .workloads import QUICK, SWEEP, SWEEP_NORMS, WORKLOADS, Point, setup
+from .workloads import QUICK, SWEEP, SWEEP_NORMS, SWEEP_WIDTH, WORKLOADS, Point, setup
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
-    run = Run(args, setup() | {"rounds": args.rounds})
+    run = Run(args, setup(args.threads) | {"rounds": args.rounds})
     for quantity in args.quantity:
         run.table(quantity)
     missed = [verdict for verdict in run.verdicts if not verdict.met]
@@ -46,7 +46,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--quick", action="store_true", help=f"3 rounds of {', '.join(QUICK)}, and less patience with slow ones")
     add("--memory", action="store_true", help="peak memory in place of time (of grads, norms and clipped)")
     add("--malloc", choices=list(memory.MALLOC), default="tight", help="for --memory: with the holes of malloc, or not")
-    add("--sweep", action="store_true", help="how cost grows with samples, and with length for norms (not of gram)")
+    add("--sweep", action="store_true", help="how cost grows with samples, width and length (not of gram)")
+    add("--threads", type=positive, default=2, help="of torch, for times (2)")
     add("--json", type=Path, metavar="FILE", help="write the figures there too")
     add("--against", type=Path, metavar="FILE", help="say what got worse since the run that wrote FILE")
     add("--plots", type=Path, metavar="DIR", help="draw the figures there (needs matplotlib)")
@@ -86,7 +87,7 @@ def positive(text: str) -> int:
 def points(args: argparse.Namespace, quantity: str) -> list[Point]:
     """The rows of a table."""
     if args.sweep:
-        rows = SWEEP + (SWEEP_NORMS if quantity == "norms" else [])
+        rows = SWEEP + (SWEEP_WIDTH if quantity != "grads" else []) + (SWEEP_NORMS if quantity == "norms" else [])
     else:
         rows = [Point(name) for name in (QUICK if args.quick and not args.only else WORKLOADS)]
     return [point for point in rows if args.only is None or point.workload in args.only]

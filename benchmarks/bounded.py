@@ -137,7 +137,7 @@ def memory_of(workload: str, quantity: str) -> list[Bounded]:
 
 def fixed(n: int) -> list[int]:
     """Chunk sizes to compare with."""
-    sizes = {n} | {-(-n // parts) for parts in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)}
+    sizes = {n} | {-(-n // parts) for parts in (1, 2, 3, 4, 5, 6, 8, 12, 16)}
     return sorted(size for size in sizes if size >= 1)
 
 

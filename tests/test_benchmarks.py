@@ -27,7 +27,7 @@ OTHERS = ("opacus", "backpack", "jax")
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests share their cores."""
-    monkeypatch.setattr(command, "setup", dict)
+    monkeypatch.setattr(command, "setup", lambda threads: {})
 
 
 class Absent:
