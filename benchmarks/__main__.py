@@ -14,12 +14,12 @@ from .measured import Measured, Record
 from .peers import BASE, GROWTH, PEERS
 from .quantities import NAMES, Truth
 from .table import Table
-from .workloads import QUICK, SWEEP, SWEEP_NORMS, WORKLOADS, Point, setup
+from .workloads import QUICK, SWEEP, SWEEP_NORMS, SWEEP_WIDTH, WORKLOADS, Point, setup
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
-    run = Run(args, setup() | {"rounds": args.rounds})
+    run = Run(args, setup(args.threads) | {"rounds": args.rounds})
     for quantity in args.quantity:
         run.table(quantity)
     missed = [verdict for verdict in run.verdicts if not verdict.met]
@@ -44,8 +44,10 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--peers", type=among(PEERS), help=f"some of {', '.join(PEERS)} (all; for --sweep {', '.join(GROWTH)})")
     add("--rounds", type=positive, help="turns of each contender (30)")
     add("--quick", action="store_true", help=f"3 rounds of {', '.join(QUICK)}, and less patience with slow ones")
-    add("--memory", action="store_true", help="peak memory in place of time (of grads and clipped)")
-    add("--sweep", action="store_true", help="how cost grows with samples, and with length for norms (not of gram)")
+    add("--memory", action="store_true", help="peak memory in place of time (of grads, norms and clipped)")
+    add("--malloc", choices=list(memory.MALLOC), default="tight", help="for --memory: with the holes of malloc, or not")
+    add("--sweep", action="store_true", help="how cost grows with samples, width and length (not of gram)")
+    add("--threads", type=positive, default=2, help="of torch, for times (2)")
     add("--json", type=Path, metavar="FILE", help="write the figures there too")
     add("--against", type=Path, metavar="FILE", help="say what got worse since the run that wrote FILE")
     add("--plots", type=Path, metavar="DIR", help="draw the figures there (needs matplotlib)")
@@ -60,7 +62,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def wanted(quantity: str, args: argparse.Namespace) -> bool:
     """Whether a quantity is measured unless others are asked for."""
     if args.memory:
-        return quantity in ("grads", "clipped")
+        return quantity != "gram"
     return quantity != "gram" if args.sweep else True
 
 
@@ -85,7 +87,7 @@ def positive(text: str) -> int:
 def points(args: argparse.Namespace, quantity: str) -> list[Point]:
     """The rows of a table."""
     if args.sweep:
-        rows = SWEEP + (SWEEP_NORMS if quantity == "norms" else [])
+        rows = SWEEP + (SWEEP_WIDTH if quantity != "grads" else []) + (SWEEP_NORMS if quantity == "norms" else [])
     else:
         rows = [Point(name) for name in (QUICK if args.quick and not args.only else WORKLOADS)]
     return [point for point in rows if args.only is None or point.workload in args.only]
@@ -111,7 +113,7 @@ class Run:
             truth = self.truths.setdefault(point, Truth(point.make()))
             doing, share = partial(progress, f"{quantity} {point.label}"), None
             if self.args.memory:
-                found = memory.measure(point, quantity, peers, doing)
+                found = memory.measure(point, quantity, peers, doing, self.args.malloc)
             else:
                 others = Others()
                 found = timing.measure(truth, quantity, peers, self.args.rounds, self.args.patience, doing)
@@ -119,7 +121,7 @@ class Run:
                 if share > BUSY:
                     table.remarks[f"Other processes took over {BUSY:.0%} of the cores: not to be trusted."] = None
             progress()
-            verdict = bars.judge(self.kind, quantity, point.label, found)
+            verdict = bars.judge(self.kind, quantity, point.label, found, truth.task.size)
             self.verdicts += [verdict] if verdict else []
             self.keep(quantity, point, len(truth.task.inputs), found)
             table.row(point, truth.task, found, share, verdict)

@@ -1,7 +1,7 @@
 """The workloads: one function each, from a number of samples to a model, a loss and a batch; a table below."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -29,6 +29,11 @@ class Task:
         """The parameters by name, a tied one once."""
         return dict(self.model.named_parameters())
 
+    @property
+    def size(self) -> int:
+        """Bytes of all per-sample gradients."""
+        return len(self.inputs) * sum(p.numel() * p.element_size() for p in self.params.values())
+
     @cached_property
     def max_norm(self) -> float:
         """A bound that clips about half of the samples: the median norm of a few gradients."""
@@ -51,8 +56,8 @@ def mlp_tiny(n: int) -> Task:
     return classify(nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 2)), n, 20, classes=2)
 
 
-def mlp(n: int) -> Task:
-    model = nn.Sequential(nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
+def mlp(n: int, width: int = 1024) -> Task:
+    model = nn.Sequential(nn.Linear(784, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
     return classify(model, n, 784)
 
 
@@ -113,6 +118,37 @@ def conv3d(n: int) -> Task:
     return classify(model, n, 1, 24, 24, 24)
 
 
+class Bottleneck(nn.Module):
+    """1x1, 3x3 and 1x1 convolutions with group norms, and a 1x1 shortcut where the shape changes."""
+
+    def __init__(self, cin: int, width: int, stride: int) -> None:
+        super().__init__()
+        cout = 4 * width
+        self.body = nn.Sequential(
+            *(nn.Conv2d(cin, width, 1, bias=False), nn.GroupNorm(32, width), nn.ReLU()),
+            *(nn.Conv2d(width, width, 3, stride, padding=1, bias=False), nn.GroupNorm(32, width), nn.ReLU()),
+            *(nn.Conv2d(width, cout, 1, bias=False), nn.GroupNorm(32, cout)),
+        )
+        down = lambda: nn.Sequential(nn.Conv2d(cin, cout, 1, stride, bias=False), nn.GroupNorm(32, cout))
+        self.shortcut = nn.Identity() if cin == cout and stride == 1 else down()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.body(x) + self.shortcut(x))
+
+
+def resnet50(n: int, size: int = 160) -> Task:
+    """25.6 million parameters."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 64, 7, 2, padding=3, bias=False), nn.GroupNorm(32, 64), nn.ReLU()]
+    layers.append(nn.MaxPool2d(3, 2, padding=1))
+    cin = 64
+    for width, depth, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
+        for i in range(depth):
+            layers.append(Bottleneck(cin, width, stride if i == 0 else 1))
+            cin = 4 * width
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(cin, 1000)]
+    return classify(nn.Sequential(*layers, *head), n, 3, size, size, classes=1000)
+
+
 class Block(nn.Module):
     """A pre-norm transformer block with causal attention."""
 
@@ -150,10 +186,14 @@ class GPT(nn.Module):
         return self.head(self.norm(self.blocks(x)))
 
 
-def gpt(n: int, tied: bool = False, length: int = 128) -> Task:
-    tokens = torch.randint(1000, (n, length + 1))
+def gpt(
+    n: int, tied: bool = False, length: int = 128, vocabulary: int = 1000, size: Sequence[int] = (256, 4, 4)
+) -> Task:
+    """`size`: width, heads, depth."""
+    tokens = torch.randint(vocabulary, (n, length + 1))
     loss: Loss = lambda logits, target: F.cross_entropy(logits.flatten(0, 1), target.flatten())
-    return Task(GPT(1000, length, 256, 4, 4, tied), loss, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    model = GPT(vocabulary, length, *size, tied)
+    return Task(model, loss, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
 class LSTM(nn.Module):
@@ -186,6 +226,11 @@ WORKLOADS: dict[str, tuple[int, Callable[..., Task]]] = {
 }
 
 
+# models of the size that people train, by `python -m benchmarks.large`
+LARGE: dict[str, tuple[int, Callable[..., Task]]] = {
+    "resnet50": (4, resnet50),
+    "gpt2-small": (2, partial(gpt, tied=True, length=256, vocabulary=50257, size=(768, 12, 12))),
+}
 QUICK = ("mlp-tiny", "conv1d", "gpt")
 
 
@@ -195,26 +240,28 @@ class Point(NamedTuple):
     workload: str
     n: int | None = None
     length: int | None = None
+    width: int | None = None
 
     @property
     def label(self) -> str:
-        sizes = {"N": self.n, "T": self.length}
+        sizes = {"N": self.n, "T": self.length, "W": self.width}
         return " ".join([self.workload, *(f"{letter}={size}" for letter, size in sizes.items() if size is not None)])
 
     def make(self, n: int | None = None) -> Task:
         """The task, the same every time."""
         torch.manual_seed(0)
-        samples, task = WORKLOADS[self.workload]
-        options = {} if self.length is None else {"length": self.length}
-        return task(n or self.n or samples, **options)
+        samples, task = (WORKLOADS | LARGE)[self.workload]
+        sizes = {"length": self.length, "width": self.width}
+        return task(n or self.n or samples, **{name: size for name, size in sizes.items() if size is not None})
 
 
-# How cost grows: with samples, and for norms with the length of sequences.
+# How cost grows: with samples, and for what is never written out with width, for norms with the length of sequences.
 SWEEP = [Point(workload, n) for workload in ("mlp", "resnet") for n in (1, 8, 64, 512)]
+SWEEP_WIDTH = [Point("mlp", width=width) for width in (256, 512, 1024, 2048, 4096)]
 SWEEP_NORMS = [Point("gpt", length=length) for length in (32, 64, 128, 256, 512, 1024)]
 
 
-def setup() -> dict[str, Any]:
+def setup(threads: int = 2) -> dict[str, Any]:
     """The settings that every measurement shares, and what to say about them."""
-    torch.set_num_threads(2)
-    return {"torch": torch.__version__, "dtype": "float32", "threads": 2, "cores": os.cpu_count()}
+    torch.set_num_threads(threads)
+    return {"torch": torch.__version__, "dtype": "float32", "threads": threads, "cores": os.cpu_count()}

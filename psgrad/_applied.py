@@ -65,10 +65,14 @@ class Applied:
         if torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):
                 return self.backward(g, x, values, saved, need_x)
-        gx, factors = self.rule.backward(self.options, g, x, values, saved, Needs(need_x, self.tracked))
+        apart = need_x and self.rule.native and True in self.tracked  # factors first: less is held at once
+        gx, factors = self.rule.backward(self.options, g, x, values, saved, Needs(need_x and not apart, self.tracked))
         for param, factor, track in zip(self.params, factors, self.tracked, strict=True):
             if track and factor is not None:
                 self.sink.add(param, factor, self.use)
+        if apart:
+            del factors, factor
+            gx = self.rule.backward(self.options, g, x, values, saved, Needs(True, (False,) * len(self.tracked)))[0]
         return gx
 
 

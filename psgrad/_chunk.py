@@ -115,7 +115,7 @@ def work(name: str, do: Callable[[Problem, Run], object]) -> Callable[[Problem],
 def summing(name: str, do: Callable[[Problem, Run], object], problem: Problem, in_place: bool = False) -> Work:
     """The same for sums over samples, which are the result."""
     sizes = [p.numel() * wide(p.dtype).itemsize for p in problem.params]
-    return Work(name, do, sums=sum(sizes) - (max(sizes) if in_place else 0), in_place=in_place)
+    return Work(name, do, sums=sum(sizes), in_place=in_place)
 
 
 def accumulate(totals: list[Tensor | None], found: Sequence[Tensor | None]) -> None:

@@ -139,6 +139,10 @@ class Factor:
             total += part
         return total
 
+    def add_weighted(self, total: Tensor, w: Tensor | None = None) -> None:
+        """The same, added to `total` of the gradient's shape."""
+        total.add_(self.weighted_sum(w))
+
     def spread(self, mean: Tensor) -> Tensor:
         """The sum over n of the squares of gradient n - mean."""
         total = torch.zeros_like(mean)
@@ -251,15 +255,23 @@ class Outer(Factor):
         return torch.cat(found), torch.cat(alone)
 
     def weighted_sum(self, w: Tensor | None = None) -> Tensor:
-        x, g = widened(self.x), widened(self.g)
-        if x.dim() == 3 and x.shape[1] == 1:
-            x, g = x[:, 0], g[:, 0]
-            return torch.mm(g.t() if w is None else g.t() * w.to(g.dtype), x)
-        g = scaled(g, w)
-        if x.dim() == 4:  # each head alone
-            x, g = x.transpose(0, 1).flatten(1, 2), g.transpose(0, 1).flatten(1, 2)
+        if self.x.dim() == 4:  # each head alone
+            x, g = (t.transpose(0, 1).flatten(1, 2) for t in (widened(self.x), scaled(self.g, w)))
             return g.mT @ x
-        return g.flatten(0, 1).mT @ x.flatten(0, 1)
+        return torch.mm(*self._weighted(w))
+
+    def add_weighted(self, total: Tensor, w: Tensor | None = None) -> None:
+        if self.x.dim() == 4:
+            super().add_weighted(total, w)
+        else:
+            total.addmm_(*self._weighted(w))
+
+    def _weighted(self, w: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Matrices (O, N T) and (N T, I) whose product is the weighted sum."""
+        x, g = widened(self.x), widened(self.g)
+        if x.shape[1] == 1:
+            return g[:, 0].t() if w is None else g[:, 0].t() * w.to(g.dtype), x[:, 0]
+        return scaled(g, w).flatten(0, 1).mT, x.flatten(0, 1)
 
     def spread(self, mean: Tensor) -> Tensor:
         if self.x.dim() == 4 or self.x.shape[1] != 1 or self.x.device.type == "mps":  # which has no float64

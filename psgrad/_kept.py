@@ -82,6 +82,15 @@ class Kept:
         zeros = like.new_zeros(self.shape, dtype=wide(like.dtype))
         return self._placed(zeros, lambda factor, _: factor.weighted_sum(w))
 
+    def add_weighted(self, total: Tensor | None, w: Tensor | None) -> Tensor:
+        """The same, added to `total` where there is one."""
+        if total is None:
+            return self.weighted_sum(w)
+        if (factor := self.whole) is not None and total.is_contiguous():
+            factor.add_weighted(total.view(factor.shape), w)
+            return total
+        return total.add_(self.weighted_sum(w))
+
     def spread(self, mean: Tensor, n: int) -> Tensor:
         """The sum over n of the squares of gradient n - mean."""
         if (whole := self.whole) is not None:

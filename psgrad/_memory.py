@@ -72,7 +72,7 @@ class Work(NamedTuple):
     do: Callable[[Problem, Run], object]
     result: int = 0  # bytes per sample that stay, and do not count
     sums: int = 0  # bytes of the sums over samples that are the result
-    in_place: bool = False  # whether chunks add to one result; otherwise each has sums of its own first
+    in_place: bool = False  # chunks add to one result, which `do` makes first; otherwise each has sums of its own
 
 
 def _peak(problem: Problem, work: Work, run: Run) -> int:
@@ -110,43 +110,43 @@ def peak_bytes(problem: Problem, n: int, work: Work, parted: bool = False) -> in
         return max(0, one + (n - 1) * max(two - one, 0) - whole) + n * (work.result if parted else 0)
 
 
-_CHOSEN: "weakref.WeakKeyDictionary[Any, dict[Any, int]]" = weakref.WeakKeyDictionary()
+_PEAKS: "weakref.WeakKeyDictionary[Any, dict[Any, dict[int, int]]]" = weakref.WeakKeyDictionary()
 
 
 def chunk_size(problem: Problem, max_bytes: int, work: Work) -> int:
-    """The most samples, or nearly, that can run at once within `max_bytes`."""
+    """The most samples, or nearly, that can run at once within `max_bytes`; as even chunks as there can be."""
     tensors = [t for t in (*problem.params, *problem.batch) if isinstance(t, Tensor)]
     shapes = tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
-    key = (work.name, max_bytes, shapes, tuple(problem.batched), problem.randomness, problem.has_aux)
+    key = (work.name, shapes, tuple(problem.batched), problem.randomness, problem.has_aux)
     try:
-        known = _CHOSEN.setdefault(problem.fn, {})  # a choice of memory, never of the answer: safe to remember
+        known = _PEAKS.setdefault(problem.fn, {})  # a choice of memory, never of the answer: safe to remember
     except TypeError:  # a callable that takes no weak reference
         known = {}
-    if key not in known:
-        known[key] = _choose(problem, max_bytes, work)
-    return known[key]
+    most = _most(problem, max_bytes, work, known.setdefault(key, {}))
+    return -(-problem.n // -(-problem.n // most))
 
 
-def _choose(problem: Problem, max_bytes: int, work: Work) -> int:
-    top = peak_bytes(problem, problem.n, work, True)
-    if top <= max_bytes or problem.n == 1:
-        low, least = problem.n, top
-    else:
-        low, least = 1, peak_bytes(problem, 1, work, True)
-    if least > max_bytes:
+def _most(problem: Problem, max_bytes: int, work: Work, peaks: dict[int, int]) -> int:
+    """The most samples within the bound, or nearly; `peaks` are those found so far, by the number of samples."""
+
+    def peak(n: int) -> int:
+        if n not in peaks:
+            peaks[n] = peak_bytes(problem, n, work, True)
+        return peaks[n]
+
+    if peak(problem.n) <= max_bytes:
+        return problem.n
+    if peak(1) > max_bytes:
         raise ArgumentError(
-            f"max_bytes={max_bytes:,} is too little: one sample at a time needs {least:,}\n"
-            f"  give at least max_bytes={least}, or make the sample smaller."
+            f"max_bytes={max_bytes:,} is too little: one sample at a time needs {peak(1):,}\n"
+            f"  give at least max_bytes={peak(1)}, or make the sample smaller."
         )
-    high, low_bytes, high_bytes = problem.n, least, top
     for _ in range(6):  # secant steps: the peak is close to a straight line in n
-        if high - low <= 1 or low_bytes >= 0.9 * max_bytes:
+        low = max(n for n, size in peaks.items() if size <= max_bytes)
+        high = min(n for n, size in peaks.items() if size > max_bytes and n > low)
+        share = (max_bytes - peaks[low]) / max(peaks[high] - peaks[low], 1)
+        middle = min(low + int(share * (high - low)), high - 1)
+        if middle == low or -(-problem.n // low) == -(-problem.n // (high - 1)):  # no fewer chunks to be had
             break
-        share = (max_bytes - low_bytes) / max(high_bytes - low_bytes, 1)
-        middle = min(max(low + int(share * (high - low)), low + 1), high - 1)
-        size = peak_bytes(problem, middle, work, True)
-        if size <= max_bytes:
-            low, low_bytes = middle, size
-        else:
-            high, high_bytes = middle, size
-    return low
+        peak(middle)
+    return max(n for n, size in peaks.items() if size <= max_bytes)

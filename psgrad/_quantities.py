@@ -18,13 +18,14 @@ from ._errors import ArgumentError, ArgumentTypeError, FallbackWarning, place_of
 from ._factored import (
     Block,
     FactoredGrads,
+    add_sums,
     check_max_norm,
     check_nonfinite,
     clip_weights,
     refuse_nonfinite,
 )
 from ._factors import norm_of_norms
-from ._memory import Run
+from ._memory import Run, Work
 from ._problem import Problem, generators, rewind
 
 
@@ -240,7 +241,7 @@ def weighted_grad(
         if not callable(weights):
             step = step_of(problem, chunk_size, max_bytes, partial(_chunk.summing, "sums", _chunk.sums))
             return _chunk.finished(problem, _weighted(problem, given(weights), step))
-        step = step_of(problem, chunk_size, max_bytes, partial(_chunk.summing, "clipped", _clip_work, in_place=True))
+        step = step_of(problem, chunk_size, max_bytes, _clip_work)
         if step >= problem.n > 0:
             fg = _chunk.factored(problem)
             w = given(weights(_chunk.spread_out(fg.norms(), index, n)))
@@ -338,9 +339,7 @@ def clipped_grad(
     n, (problem, index) = problem.n, _chunk.counting(problem, valid)
     with _engine.differentiating():
         try:
-            step = step_of(
-                problem, chunk_size, max_bytes, partial(_chunk.summing, "clipped", _clip_work, in_place=True)
-            )
+            step = step_of(problem, chunk_size, max_bytes, _clip_work)
         except ArgumentError:
             if max_bytes is None or chunk_size is not None or len(bounds) > 1:
                 raise
@@ -397,11 +396,20 @@ def _by_name(numbers: dict[str, int], names: Sequence[str]) -> list[int]:
     return group
 
 
-def _clip_work(problem: Problem, run: Run) -> object:
+def _clip_work(whole: Problem) -> Work:
     """What a chunk of clipped_grad does, for those who ask what it allocates."""
-    fg, totals = _chunk.factored(problem, run), _chunk.no_totals(problem)
-    fg._add_sums([fg.norms()] * len(problem.params), totals, counted=True)
-    return totals
+
+    def do(problem: Problem, run: Run) -> object:
+        metas = _chunk.metas(problem)
+        totals: list[Tensor | None] = [None if problem.n == whole.n else meta.new() for meta in metas]
+        fg = _chunk.factored(problem, run)
+        norms, parts = fg.norms(), fg._parts()
+        del fg
+        for index, kept in parts:
+            add_sums(index, kept, [norms] * len(metas), totals, counted=True)
+        return totals
+
+    return _chunk.summing("clipped", do, whole, in_place=True)
 
 
 def _clipped(
@@ -421,10 +429,12 @@ def _clipped(
         good = math.isfinite(norms.sum())
         finite = None if good else norms.sum(0).isfinite()
         weights = [clip_weights(t, bound, finite, nonfinite) for t, bound in zip(norms, bounds, strict=True)]
-        fg._add_sums([weights[k] for k in group], totals, counted=good)
         all_norms.append(norms)
         all_values.append(fg.values)
-        del fg, weights  # before the next chunk runs
+        parts = fg._parts()
+        del fg  # so that each factor goes once it is summed
+        for index, kept in parts:
+            add_sums(index, kept, [weights[k] for k in group], totals, counted=good)
     if not all_norms:
         return (
             totals,

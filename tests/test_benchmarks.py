@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import compare, convolutions, fit_convolutions, measured, memory
+from benchmarks import bars, bounded, compare, convolutions, fit_convolutions, large, measured, memory
 from benchmarks.measured import Measured, Record
 from benchmarks.peers import PEERS
 from benchmarks.peers.peer import Peer, Ready
 from benchmarks.quantities import NAMES, Truth
-from benchmarks.workloads import WORKLOADS, Point, Task
+from benchmarks.workloads import LARGE, WORKLOADS, Point, Task
 from psgrad._conv_plan import COSTS
 
 TINY = ["--only", "mlp-tiny", "--rounds", "1"]
@@ -29,7 +29,7 @@ OTHERS = ("opacus", "backpack", "jax")
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests share their cores."""
-    monkeypatch.setattr(command, "setup", dict)
+    monkeypatch.setattr(command, "setup", lambda threads: {})
 
 
 class Absent:
@@ -160,6 +160,30 @@ def test_memory_is_measured_in_a_fresh_process() -> None:
     size = 4096 * 4 * sum(p.numel() for p in Point("mlp-tiny").make().params.values())
     assert found.best is not None
     assert size < found.best < 4 * size
+
+
+def test_memory_of_gradients_is_judged_beyond_them() -> None:
+    found = {"batch": Measured(100.0), "psgrad": Measured(1105.0)}
+    verdict = bars.judge("memory", "grads", "resnet", found, 1000)
+    assert str(verdict) == "psgrad 1.05 of batch beyond its result, bar 1.10: met"
+    assert not bars.judge("memory", "grads", "resnet", found, 900).met
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
+def test_bounds_are_measured_beside_fixed_chunk_sizes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "bounds.json"
+    code = bounded.main(["--only", "conv3d", "--quantity", "norms", "--rounds", "1", "--json", str(file)])
+    rows = [bounded.Bounded(**row) for row in json.loads(file.read_text())]
+    assert [row.chunk for row in rows] == [4, 2, 1]
+    assert code == int(not all(row.held for row in rows))
+    assert capsys.readouterr().out.count("| conv3d | norms |") == 3
+
+
+def test_models_of_every_size_are_checked(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LARGE, "resnet50", (2, WORKLOADS["mlp-tiny"][1]))
+    monkeypatch.setattr(large, "setup", dict)
+    assert large.main(["--only", "resnet50", "--kind", "time", "--rounds", "1"]) == 0
+    assert re.findall(r"resnet50 \| 2 \| 0.0 M \| (\w+), time", capsys.readouterr().out) == ["norms", "clipped"]
 
 
 def test_unknown_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

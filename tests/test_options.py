@@ -357,6 +357,17 @@ def test_max_bytes_follows_in_dims():
         assert measured(f, p, batch, [], in_dims=in_dims, max_bytes=bound)[1] <= 1.1 * bound
 
 
+def test_max_bytes_makes_even_chunks():
+    function, p, batch, known = conv_net()
+    _, all_at_once = measured(function, p, batch, known)
+    sizes = []
+    f = lambda p, s: sizes.append(torch._C._functorch.get_unwrapped(s[0]).shape[0]) or function(p, s)
+    psgrad.per_sample_grads(f, p, batch, max_bytes=int(all_at_once / 2.5))
+    sizes.clear()
+    psgrad.per_sample_grads(f, p, batch, max_bytes=int(all_at_once / 2.5))
+    assert sizes == [14, 14, 12]
+
+
 def test_max_bytes_of_no_samples():
     grads = psgrad.per_sample_grads(fn, params(), torch.randn(0, 4), max_bytes=1)
     assert grads["w"].shape == (0, 3, 4)

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import psgrad
 from psgrad import _memory, _plan
+from psgrad._factors import Outer
 
 from .cases import CASES, Case, N
 from .test_contract import assert_close
@@ -468,6 +469,47 @@ def test_max_bytes_bounds_what_is_allocated() -> None:
         with _memory.Meter([*params.values(), *batch]) as meter:
             quantity(fn, params, batch, max_bytes=free // 3)
         assert meter.peak <= free // 3 * 1.1 + 2 * result + 4 * 512 * 8
+
+
+def long_sequences() -> tuple[Any, Any, Any]:
+    """Activations that are much larger than the sums, and gone when the last sum is there."""
+    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
+    fn, params = psgrad.from_module(model, F.mse_loss)
+    return fn, params, (torch.randn(40, 50, 32), torch.randn(40, 50, 8))
+
+
+def peak_of_clipped(fn: Any, params: Any, batch: Any, **options: Any) -> int:
+    with _memory.Meter([*params.values(), *batch]) as meter:
+        psgrad.clipped_grad(fn, params, batch, 0.1, **options)
+    return meter.peak
+
+
+@pytest.mark.parametrize("share", [2, 4, 8])
+def test_max_bytes_bounds_a_clipped_sum(share: int) -> None:
+    fn, params, batch = long_sequences()
+    bound, result = peak_of_clipped(fn, params, batch) // share, sum(p.nbytes for p in params.values())
+    want = psgrad.clipped_grad(fn, params, batch, 0.1)
+    assert_close(psgrad.clipped_grad(fn, params, batch, 0.1, max_bytes=bound).grad, want.grad)
+    assert 0.4 * bound < peak_of_clipped(fn, params, batch, max_bytes=bound) - result <= 1.1 * bound
+
+
+def test_a_clipped_sum_lets_go_of_what_is_summed() -> None:
+    model = nn.Sequential(nn.Linear(300, 400), nn.ReLU(), nn.Linear(400, 400), nn.ReLU(), nn.Linear(400, 10))
+    fn, params = psgrad.from_module(model, F.cross_entropy)
+    batch = torch.randn(100, 300), torch.randint(10, (100,))
+    result, factor = sum(p.nbytes for p in params.values()), 100 * 400 * 4  # an input, or a cotangent, of width 400
+    assert peak_of_clipped(fn, params, batch) < result + 2.5 * factor  # of five that are kept till the norms are known
+
+
+@pytest.mark.parametrize("shape", [(5, 1), (5, 3), (5, 2, 3)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_sums_add_to_what_is_there(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    factor = Outer(torch.randn(*shape, 4).to(dtype), torch.randn(*shape, 6).to(dtype))
+    w, found = torch.rand(5), factor.weighted_sum(None)
+    for weights in (None, w):
+        total = torch.ones_like(found)
+        factor.add_weighted(total, weights)
+        assert_close(total, 1 + factor.weighted_sum(weights))
 
 
 # ---- gram and statistics ---------------------------------------------------------------------------------
