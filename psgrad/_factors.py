@@ -236,20 +236,19 @@ class Outer(Factor):
         return self._rooted(*self.by_gram()) if plan.strategy == "gram" else super().norms()
 
     def by_gram(self) -> tuple[Tensor, Tensor]:
-        """Squared norms: sum over t, s of (x[t] . x[s]) (g[t] . g[s]), in blocks, half of them by symmetry."""
+        """Squared norms: sum over t, s of (x[t] . x[s]) (g[t] . g[s]), in strips, each pair once by symmetry."""
         t = self.x.shape[1]
-        size = _plan.gram_block(t)
-        blocks = [slice(start, start + size) for start in range(0, t, size)]
+        size = _plan.gram_strip(t)
         found, alone = [], []
-        for _, part in self.tiles(2 * size * size * 4):
+        for _, part in self.tiles(2 * size * t * 4):
             x, g = widened(part.x), widened(part.g)
             total, diagonal = x.new_zeros(len(x)), x.new_zeros(len(x))
-            for k, a in enumerate(blocks):
-                for b in blocks[k:]:
-                    products = torch.bmm(x[:, a], x[:, b].mT).mul_(torch.bmm(g[:, a], g[:, b].mT))
-                    total.add_(products.flatten(1).sum(1), alpha=1 if a is b else 2)
-                    if a is b:
-                        diagonal += products.diagonal(dim1=1, dim2=2).sum(1)
+            for start in range(0, t, size):
+                end = min(start + size, t)
+                products = torch.bmm(x[:, start:end], x[:, :end].mT).mul_(torch.bmm(g[:, start:end], g[:, :end].mT))
+                last = products[:, :, start:]  # these positions with each other: both halves
+                total.add_(products.flatten(1).sum(1), alpha=2).sub_(last.sum((1, 2)))
+                diagonal += last.diagonal(dim1=1, dim2=2).sum(1)
             found.append(total)
             alone.append(diagonal)
         return torch.cat(found), torch.cat(alone)

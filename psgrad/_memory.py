@@ -103,6 +103,7 @@ def peak_bytes(problem: Problem, n: int, work: Work, parted: bool = False) -> in
     except PsgradError:
         raise
     except (Exception, Diverged):
+        problem = replace(problem, frugal=True)  # two samples are small, and so more would be held of each than of many
         with _engine.differentiating(), _engine.generators_kept(problem):
             run = partial(_engine.run, quiet=True)
             one = _peak(_first(problem, 1), work, run)

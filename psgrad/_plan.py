@@ -45,16 +45,24 @@ def gram_block(t: int) -> int:
     return max(1, min(t, 1024))
 
 
+def gram_strip(t: int) -> int:
+    """How many of T positions meet all up to themselves at once, in a strip of at most 2^20 products.
+
+    A quarter of them: 5/8 of all pairs. Of 64, 32, 16: 1.7, 1.7 and 2.2 ms for 8 x 128 positions of width 1024.
+    """
+    return max(1, min(t, max(64, t // 4), (1 << 20) // max(t, 1)))
+
+
 def outer_norms(n: int, t: int, i: int, o: int, itemsize: int) -> Plan:
     """How to get squared norms of sums of T outer products, O x I each.
 
-    gram   inner products of the positions with each other: T^2 (I + O) multiply-adds.
+    gram   inner products of the positions with each other, each pair once: T^2 / 2 (I + O) multiply-adds.
     tiles  the gradients written out, a few samples at a time: T I O.
     """
-    gram, tiles = t * t * (i + o), t * i * o
+    strip = gram_strip(t)
+    gram, tiles = t * (t + strip) // 2 * (i + o), t * i * o
     if t > 0 and gram <= tiles:
-        block = gram_block(t)
-        return Plan("gram", n * gram, min(n, tile(8 * block * block)) * 8 * block * block)
+        return Plan("gram", n * gram, min(n, tile(8 * strip * t)) * 8 * strip * t)
     return Plan("tiles", n * tiles, min(n, tile(i * o * itemsize)) * i * o * itemsize)
 
 

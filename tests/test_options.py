@@ -357,15 +357,18 @@ def test_max_bytes_follows_in_dims():
         assert measured(f, p, batch, [], in_dims=in_dims, max_bytes=bound)[1] <= 1.1 * bound
 
 
-def test_max_bytes_makes_even_chunks():
+@pytest.mark.parametrize("share", [2.5, 3.5, 6])
+def test_max_bytes_makes_even_chunks(share):
     function, p, batch, known = conv_net()
     _, all_at_once = measured(function, p, batch, known)
     sizes = []
     f = lambda p, s: sizes.append(torch._C._functorch.get_unwrapped(s[0]).shape[0]) or function(p, s)
-    psgrad.per_sample_grads(f, p, batch, max_bytes=int(all_at_once / 2.5))
+    psgrad.per_sample_grads(f, p, batch, max_bytes=int(all_at_once / share))
     sizes.clear()
-    psgrad.per_sample_grads(f, p, batch, max_bytes=int(all_at_once / 2.5))
-    assert sizes == [14, 14, 12]
+    psgrad.per_sample_grads(f, p, batch, max_bytes=int(all_at_once / share))
+    each = math.ceil(40 / len(sizes))
+    assert len(sizes) > 1
+    assert sizes == [min(each, 40 - start) for start in range(0, 40, each)]
 
 
 def test_max_bytes_of_no_samples():

@@ -70,6 +70,7 @@ def workspace(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(_plan, "TILE", 100)
         monkeypatch.setattr(_plan, "SMALL", -1)
         monkeypatch.setattr(_plan, "gram_block", lambda t: max(1, min(t, 2)))
+        monkeypatch.setattr(_plan, "gram_strip", lambda t: max(1, min(t, 2)))
 
 
 @every_case
@@ -462,7 +463,8 @@ def test_max_bytes_bounds_what_is_allocated() -> None:
         with _memory.Meter([*params.values(), *batch]) as meter:
             quantity(fn, params, batch)
         free = meter.peak
-        result = 4 * 512 * 512 if quantity is psgrad.gram else 0
+        sums = 2 * sum(p.nbytes for p in params.values())
+        result = {psgrad.gram: 4 * 512 * 512, psgrad.grad_stats: sums}.get(quantity, 0)
         if quantity is psgrad.factored_grads:
             continue  # its result is what takes the memory
         quantity(fn, params, batch, max_bytes=free // 3)  # works out the chunk size, and remembers it
