@@ -192,7 +192,7 @@ def _backward(losses: Tensor, mode: Intercept, count: int, sink: Any, seed: Tens
         sink.weights, seed = seed, None
     seed = torch.ones_like(losses) if seed is None else seed.to(losses.dtype)
     inputs: list[Any] = [*leaves, *mode.tape.edges]
-    found = torch.autograd.grad(losses, inputs, seed, allow_unused=True)
+    found = ft.gradients(losses, inputs, seed)
     grads, cotangents = found[: len(leaves)], found[len(leaves) :]
     with torch.no_grad():
         mode.tape.backward(cotangents)

@@ -1,4 +1,4 @@
-"""The only file that touches torch's private functorch names.
+"""The only file that touches torch's private functorch names, and those of its autograd engine.
 
 Inside `vmap` a tensor is a wrapper around one that has the sample axis. A rule wants that inner tensor,
 so it runs one level below, with vmap's layer set aside for a moment (0.02 ms a call; the public way, an
@@ -7,9 +7,11 @@ autograd Function with a `vmap` staticmethod, costs 0.2 ms). Where a torch has o
 `psgrad.ops`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch._C import _functorch as _ft
 from torch._functorch import predispatch as _predispatch
@@ -100,3 +102,20 @@ def below(run: Callable[..., Tensor], *args: object) -> Tensor:
         return run(*args)
     finally:
         _ft.push_dynamic_layer_stack(layer)
+
+
+_run_backward: Any = getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "run_backward", None)
+
+
+def gradients(y: Tensor, inputs: Sequence[Any], seed: Tensor) -> tuple[Tensor | None, ...]:
+    """`torch.autograd.grad` of `y` with `seed`, None where an input is not used.
+
+    By the engine itself, without the checks of what is known to fit: 0.05 ms less. On the CPU, where the backward
+    runs in this thread.
+    """
+    if _run_backward is None or y.device.type != "cpu":
+        return torch.autograd.grad(y, inputs, seed, allow_unused=True)
+    found: tuple[Tensor | None, ...] = _run_backward(
+        (y,), (seed,), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
+    )
+    return found
