@@ -192,8 +192,7 @@ def _workspace(
 def conv_tiles(n: int, groups: int, each: int, size: int, itemsize: int) -> Tiles:
     """How to cut the patches of N samples, with `each` numbers at each of `size` places along the first axis.
 
-    Threads share the products out by sample and group, so there is one for each thread, and in the end no rest: 3
-    samples at a time on 2 threads take 1.5 times as long as 2 or 4.
+    Threads share the products out by sample and group, so there is one for each thread, and in the end no rest.
     """
     least = min(n, -(-torch.get_num_threads() // groups))
     whole = _plan.TILE // (each * size * itemsize)

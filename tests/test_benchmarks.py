@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import bars, bounded, compare, convolutions, fit_convolutions, large, measured, memory
+from benchmarks import bars, bounded, compare, convolutions, fit_convolutions, large, layers, measured, memory
 from benchmarks.measured import Measured, Record
 from benchmarks.peers import PEERS
 from benchmarks.peers.peer import Peer, Ready
@@ -254,3 +254,32 @@ def test_fit_of_convolutions_finds_prices() -> None:
             given["seconds"] = {way: sum(COSTS[k] * v for k, v in done.items()) * 1e-9 for way, done in ways}
             samples.append(given)
     assert max(fit_convolutions.judge(samples, fit_convolutions.fit(samples))) < 1.05
+
+
+def test_ops_are_held_against_their_ordinary_backward(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "layers.json"
+    code = layers.main(["--only", "rms_norm,add", "--rounds", "1", "--json", str(file)])
+    rows = json.loads(file.read_text())["rows"]
+    assert {row["family"] for row in rows} == {"rms_norm", "add"}
+    assert code == int(any(row["ratio"] > layers.BAR for row in rows))
+    printed = capsys.readouterr().out
+    assert printed.count("| met |") + printed.count("| MISSED |") == len(rows)
+
+
+def test_a_rule_that_is_wrong_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = next(iter(layers.FAMILIES["rms_norm"]()))
+    ruled = layers.ruled
+
+    def spoilt(case: Any, buffers: Any) -> Any:
+        sides = ruled(case, buffers)
+
+        def backward(y: torch.Tensor, g: torch.Tensor) -> Any:
+            found = sides.backward(y, g)
+            buffers[0].add_(1)
+            return found
+
+        return sides._replace(backward=backward)
+
+    monkeypatch.setattr(layers, "ruled", spoilt)
+    with pytest.raises(AssertionError):
+        layers.measure(case, 1)
