@@ -111,7 +111,7 @@ class Tape:
             if g is not None:
                 if (x._version != version and applied.rule.keeps_input) or applied.versions != versions:
                     applied.refuse_changes()
-                applied.backward(g if g.shape == shape else g.view(shape), x, applied.values, (), False)
+                applied.backward(g if g.shape == shape else g.reshape(shape), x, applied.values, (), False)
 
 
 class _Apply(torch.autograd.Function):
