@@ -97,8 +97,14 @@ class Tape:
             values = [v.detach().requires_grad_() if i == first else v for i, v in enumerate(values)]
         y: Tensor = applied.rule.forward(applied.options, x, *values)[0]
         if y.requires_grad and True in tracked:
-            made = y._base if y._is_view() else y  # in place, `fn` would change this
-            assert made is not None
+            made = y
+            if y._is_view():  # where `fn` changes it in place, the gradient passes by a view's own edge
+                base = y._base
+                assert base is not None
+                if y.numel() == base.numel() and y.is_contiguous() and base.is_contiguous():
+                    made = base  # the same numbers in the same order
+                else:
+                    made = y = y.clone()
             assert made.grad_fn is not None
             self.edges.append(GradientEdge(made.grad_fn, made.output_nr))
             self.calls.append((applied, x, x._version, applied.versions, y.shape))

@@ -146,7 +146,7 @@ def vmapped(problem: Problem, sink: Any, log: list[Use] | None = None) -> Outcom
 def _through(problem: Problem, sink: Any, log: list[Use] | None, settings: list[str]) -> Outcome:
     """One forward and one backward."""
     n = problem.n
-    mode = Intercept(n, problem.randomness, sink, log, problem.frugal)
+    mode = Intercept(n, problem.randomness, sink, log, problem.frugal or "frugal" in settings)
     mode.lifts, mode.repeats = "lifts" in settings, "repeats" in settings
     roots = [p.contiguous() for p in problem.params]
     leaves = [p.expand(n, *p.shape).requires_grad_() for p in roots]

@@ -133,6 +133,8 @@ class Intercept(TorchFunctionMode):
         if func == REQUIRES_GRAD and ft.current_level() == self.level and not _is_torchs(sys._getframe(1)):
             return self._requires_grad(args[0])
         if func in GRAPHS and ft.current_level() == self.level and ft.is_batched(args[0], self.level):
+            if self.tape.edges:  # a hook on a node there would not count: what is asked for is taken before it
+                raise Retry("frugal")
             return func(ft.lower(args[0], self.n, self.level))  # what autograd follows, which vmap hides
         if func is torch.Tensor.requires_grad_ and wants(*args[1:], **kwargs) and self._pretends(args[0]):
             return args[0]

@@ -73,7 +73,7 @@ class Rule:
     forward: Forward
     backward: Backward
     plain: Callable[..., Tensor] | None = None
-    native: bool = False  # torch differentiates forward by x itself; nothing is saved, the output is new memory
+    native: bool = False  # torch differentiates forward by x itself; nothing is saved, the output is new
     keeps_input: bool = True  # False: the backward reads only the shape of x
     saves: int = 0  # how many tensors forward returns for the backward
     only_params: bool = False  # plain vmap is as good where no operand is a parameter

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import psgrad
 from psgrad import _plan
+from psgrad.rules.linear import LINEAR
 
 
 @pytest.fixture(autouse=True)
@@ -854,6 +855,39 @@ def test_results_share_no_memory():
 
     grads = optree.tree_leaves(psgrad.per_sample_grads(fn, p, torch.randn(5, 4)))
     assert len({g.untyped_storage().data_ptr() for g in grads}) == len(grads)
+
+
+def _doubling(p, x):
+    y = F.linear(x, p)
+    y.grad_fn.register_prehook(lambda grads: (grads[0] * 2,))
+    return y.sin().sum()
+
+
+@pytest.mark.usefixtures("size")
+def test_hooks_on_the_graph_of_an_output_count():
+    psgrad.testing.check(_doubling, torch.randn(3, 4), torch.randn(5, 4), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.usefixtures("size")
+def test_a_rule_may_return_a_view():
+    """A transposed output, which is no reshape of what was computed."""
+    bind = lambda input, weight, bias=None: psgrad.extend.Call(input, (weight, bias))
+    forward = lambda options, x, w, b: (F.linear(x, w, b).mT, ())
+    backward = lambda options, g, x, params, saved, needs: LINEAR.backward(options, g.mT, x, params, saved, needs)
+    transposed = lambda input, weight, bias=None: F.linear(input, weight, bias).mT
+
+    def called(*args):
+        if torch.overrides.has_torch_function(args):
+            return torch.overrides.handle_torch_function(called, args, *args)
+        return transposed(*args)
+
+    rule = psgrad.extend.register(psgrad.extend.Rule("transposed", (called,), bind, forward, backward, native=True))
+    try:
+        fn = lambda p, x: (called(x, p["w"], p["b"]) * torch.arange(6.0).view(3, 2)).sin().sum()
+        params = {"w": torch.randn(3, 4), "b": torch.randn(3)}
+        psgrad.testing.check(fn, params, torch.randn(5, 2, 4), rules={"params['w']": ["transposed"]})
+    finally:
+        psgrad.extend.unregister(rule)
 
 
 def _changes_a_constant(p, x):
