@@ -46,29 +46,37 @@ class Applied:
 
     def __init__(self, rule: Rule, options: Any, params: tuple[Any, ...], sink: Sink) -> None:
         self.rule, self.options, self.params, self.sink = rule, options, params, sink
-        self.values = [p.value if type(p) is Param else p for p in params]
-        self.tracked = tuple([type(p) is Param for p in params])  # which are ours to differentiate
-        self.constants = [p for p in params if p is not None and type(p) is not Param]  # `fn` might change them
+        self.values: list[Any] = []
+        self.constants: list[Tensor] = []  # `fn` might change them
+        tracked = []
+        for p in params:  # one loop, not three comprehensions: this runs for every use of a parameter
+            ours = type(p) is Param
+            tracked.append(ours)
+            self.values.append(p.value if ours else p)
+            if not ours and p is not None:
+                self.constants.append(p)
+        self.tracked = tuple(tracked)  # which are ours to differentiate
         self.use: Use | None = None
 
     @property
     def versions(self) -> list[int]:
         """How often the constants have been written to."""
-        return [t._version for t in self.constants]
+        return [t._version for t in self.constants] if self.constants else []
 
     def refuse_changes(self) -> None:
         raise RuntimeError(f"an operand of {self.rule.name} was changed in place before its backward")
 
     def backward(self, g: Tensor, x: Tensor, values: list[Any], saved: Any, need_x: bool) -> Tensor | None:
-        """The gradient of the input; factors go to the sink."""
+        """The gradient of the input; factors go to the sink, without a graph."""
         device = g.device.type
         if torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):
                 return self.backward(g, x, values, saved, need_x)
+        x = x.detach() if x.requires_grad else x
         apart = need_x and self.rule.native and True in self.tracked  # factors first: less is held at once
         gx, factors = self.rule.backward(self.options, g, x, values, saved, Needs(need_x and not apart, self.tracked))
-        for param, factor, track in zip(self.params, factors, self.tracked, strict=True):
-            if track and factor is not None:
+        for param, factor in zip(self.params, factors, strict=True):
+            if factor is not None and type(param) is Param:
                 self.sink.add(param, factor, self.use)
         if apart:
             del factors, factor

@@ -1,7 +1,7 @@
 """One chunk of samples at a time: run it, reduce it, let it go. What the quantities have in common."""
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import optree
@@ -12,7 +12,7 @@ from . import _engine
 from . import _functorch as ft
 from ._errors import ArgumentError
 from ._factored import Block, FactoredGrads, Meta, norm_of_all
-from ._factors import wide
+from ._factors import cast, wide, widest
 from ._memory import Run, Work
 from ._problem import Problem, rewind
 from ._sink import Again, FactorSink, NormSink, SumSink
@@ -42,8 +42,8 @@ def factored(problem: Problem, run: Run = _engine.run) -> FactoredGrads:
 
 def norms(
     problem: Problem, run: Run = _engine.run, *, per_param: bool = False, draws: Any = None
-) -> tuple[Tensor, Tensor]:
-    """Norms (1, N), or (P, N) of each of P parameters, and losses; factors are let go as they come.
+) -> tuple[list[Tensor], Tensor]:
+    """Norms (N,), or those of each parameter, and losses; factors are let go as they come.
 
     `draws`: the generators' states, for those who want the same numbers drawn again later.
     """
@@ -56,8 +56,8 @@ def norms(
 
 def _norms_by(
     sink: Callable[[Sequence[Tensor], int], NormSink], problem: Problem, run: Run, per_param: bool
-) -> tuple[Tensor, Tensor]:
-    found: list[Tensor] = []
+) -> tuple[list[Tensor], Tensor]:
+    found: list[list[Tensor]] = []
     places: list[Tensor | None] = []
     outcomes: list[_engine.Outcome] = []
     dtype, device = dtype_of(problem), problem.params[0].device
@@ -66,9 +66,8 @@ def _norms_by(
         rows = part.sink.norms()
         if not per_param:
             rows = [norm_of_all(rows)]
-        n = len(part.outcome.values)
-        full = [torch.zeros(n, dtype=dtype, device=device) if t is None else t.to(device, dtype) for t in rows]
-        found.append(torch.stack(full) if per_param else full[0][None])
+        n = part.outcome.values.shape[0]
+        found.append([torch.zeros(n, dtype=dtype, device=device) if t is None else t.to(device, dtype) for t in rows])
         places.append(part.index)
         outcomes.append(part.outcome)
 
@@ -76,16 +75,17 @@ def _norms_by(
     values = _engine.join(outcomes, places).values
     if places[0] is None:
         return found[0], values
-    whole = torch.empty(len(found[0]), problem.n, dtype=dtype, device=device)
+    whole = [torch.empty(problem.n, dtype=dtype, device=device) for _ in found[0]]
     for index, rows in zip(places, found, strict=True):
         assert index is not None
-        whole[:, index.to(device)] = rows
+        for target, t in zip(whole, rows, strict=True):
+            target[index.to(device)] = t
     return whole, values
 
 
 def dtype_of(problem: Problem) -> torch.dtype:
     """The dtype of norms."""
-    return reduce(torch.promote_types, {wide(p.dtype) for p in problem.params})
+    return widest(*[p.dtype for p in problem.params])
 
 
 def sums(problem: Problem, run: Run = _engine.run) -> tuple[list[Tensor | None], Tensor]:
@@ -128,7 +128,7 @@ def accumulate(totals: list[Tensor | None], found: Sequence[Tensor | None]) -> N
 def finished(problem: Problem, totals: Sequence[Tensor | None]) -> Any:
     """Sums as a pytree like params, in the parameters' dtypes; zeros where there is nothing."""
     leaves = [
-        torch.zeros_like(p, memory_format=torch.contiguous_format) if t is None else t.to(p.dtype)
+        torch.zeros_like(p, memory_format=torch.contiguous_format) if t is None else cast(t, p.dtype)
         for t, p in zip(totals, problem.params, strict=True)
     ]
     return optree.tree_unflatten(problem.params_spec, leaves)

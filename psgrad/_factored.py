@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import _alloc
 from ._errors import ArgumentError, ArgumentTypeError
-from ._factors import norm_of_norms, wide
+from ._factors import cast, norm_of_norms, wide, widest
 from ._kept import Kept
 
 
@@ -81,11 +81,11 @@ class FactoredGrads:
 
     def _gathered(self, lead: tuple[int, ...], quantity: Callable[[Block], Tensor | None]) -> Tensor:
         """Rows of every block at the places of their samples; None are zeros."""
-        dtype = reduce(torch.promote_types, {wide(meta.dtype) for meta in self._metas})
+        dtype = widest(*[meta.dtype for meta in self._metas])
         if len(self._blocks) == 1 and self._blocks[0].index is None:
             found = quantity(self._blocks[0])
             if found is not None:
-                return found.to(dtype)
+                return cast(found, dtype)
         out = torch.zeros(lead, dtype=dtype, device=self._metas[0].device)
         for block in self._blocks:
             found = quantity(block)
@@ -133,7 +133,7 @@ class FactoredGrads:
         check_nonfinite(nonfinite)
         max_norm, norms = check_max_norm(max_norm), self.norms()
         if nonfinite == "raise":
-            refuse_nonfinite(norms[None])
+            refuse_nonfinite([norms])
         return self._typed(self._sums([clip_weights(norms, max_norm, norms.isfinite(), nonfinite)] * len(self._metas)))
 
     def variance(self) -> Any:
@@ -142,7 +142,7 @@ class FactoredGrads:
         return self._typed([t / (self._n - 1) if self._n > 1 else t * torch.nan for t in self._spread(mean)])
 
     def _typed(self, leaves: Sequence[Tensor]) -> Any:
-        return self._tree([t.to(m.dtype) for t, m in zip(leaves, self._metas, strict=True)])
+        return self._tree([cast(t, m.dtype) for t, m in zip(leaves, self._metas, strict=True)])
 
     def _weights(self, weights: Any) -> Tensor:
         if not isinstance(weights, Tensor) or tuple(weights.shape) != (self._n,):
@@ -307,15 +307,21 @@ def _counting(w: Tensor, index: Tensor | None, counted: bool) -> tuple[Tensor, T
 
 def clip_weights(norms: Tensor, max_norm: Any, finite: Tensor | None, nonfinite: str) -> Tensor:
     """What makes norms at most `max_norm`; samples that are not finite count 0, or NaN to let them through."""
-    w: Tensor = (norms / max_norm).clamp_(min=1).reciprocal_()
+    w: Tensor = torch.div(norms, max_norm).clamp_(min=1).reciprocal_()
     return w if finite is None else w.masked_fill(~finite, torch.nan if nonfinite == "propagate" else 0.0)
 
 
-def refuse_nonfinite(norms: Tensor) -> None:
-    """Raise for samples whose gradients have norms (B, N) that are not finite."""
-    if math.isfinite(norms.sum()):
-        return
-    bad = (~norms.isfinite().all(0)).nonzero()[:, 0].tolist()
+def finite_of(norms: Sequence[Tensor]) -> Tensor | None:
+    """Which samples have norms (N,) that are all finite; None: every one."""
+    if all([math.isfinite(t.sum()) for t in norms]):  # noqa: C419, a third less
+        return None
+    return torch.stack(list(norms)).isfinite().all(0)
+
+
+def refuse_nonfinite(norms: Sequence[Tensor]) -> None:
+    """Raise for samples whose gradients have norms (N,) that are not finite."""
+    finite = finite_of(norms)
+    bad = [] if finite is None else (~finite).nonzero()[:, 0].tolist()
     if bad:
         shown = ", ".join(map(str, bad[:10])) + (f", ... ({len(bad)} in all)" if len(bad) > 10 else "")
         raise ArgumentError(
@@ -349,7 +355,7 @@ def _norms_of(i: int, block: Block) -> Tensor | None:
 def norm_of_all(norms: Sequence[Tensor | None]) -> Tensor | None:
     """The norms of all parameters together; None where all gradients are zero."""
     there = [t for t in norms if t is not None]
-    if any(t.dtype != there[0].dtype or t.device != there[0].device for t in there):
+    if len({(t.dtype, t.device) for t in there}) > 1:
         there = [t.to(there[0].device, torch.float64) for t in there]
     return norm_of_norms(there) if there else None
 

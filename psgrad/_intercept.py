@@ -316,9 +316,10 @@ class Intercept(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _ruled(self, rule: Entry, func: Any, args: Any, kwargs: Any, params: list[Param]) -> Any:
-        plain = isinstance(rule, Rule) and rule.only_params  # as good without parameters
-        if not params and (plain or not self._sampled((*args, *kwargs.values()))):
-            return func(*args, **kwargs)
+        if not params:
+            plain = isinstance(rule, Rule) and rule.only_params  # as good without parameters
+            if plain or not self._sampled((*args, *kwargs.values())):
+                return func(*args, **kwargs)
         if isinstance(rule, Composite):
             with self:  # its parts come here again
                 return rule.run(*args, **kwargs)
@@ -332,16 +333,17 @@ class Intercept(TorchFunctionMode):
                 return self._plain(func, args, kwargs, params, "a function of parameters is changed in place")
             return self._once(func, args, kwargs, params)
         try:
-            call = rule.bind(*map(self._resolve, args), **{k: self._resolve(v) for k, v in kwargs.items()})
+            named = {k: self._resolve(v) for k, v in kwargs.items()} if kwargs else kwargs
+            call = rule.bind(*map(self._resolve, args), **named)
         except PsgradError:
             raise
         except TypeError:  # a wrong call: torch's own message is the better one
             return func(*args, **kwargs)
         if isinstance(call, Decline):
             return self._plain(func, args, kwargs, params, call.reason)
-        if call.is_complex:
-            return self._plain(func, args, kwargs, params, "complex numbers")
         applied = Applied(rule, call.options, call.params, self.sink)
+        if any(t is not None and t.dtype.is_complex for t in (call.x, *applied.values)):
+            return self._plain(func, args, kwargs, params, "complex numbers")
         if not samples and not applied.constants and isinstance(call.x, Param) and not self.repeats:
             return self._once(func, args, kwargs, params)  # a standardised weight, say
         for constant in applied.constants:

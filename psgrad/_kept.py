@@ -278,7 +278,7 @@ def _added(factors: list[Factor]) -> Factor:
         return Dense(total)
     outer, table = (next((f for f in merged if type(f) is kind), None) for kind in (Outer, Rows))
     if len(merged) == 2 and isinstance(outer, Outer) and isinstance(table, Rows) and outer.shape == table.shape:
-        return Tied(outer, table)
+        return Tied(outer.rows, table)
     shape = torch.Size(merged[0].shape)
     return Placed(tuple((whole_region(shape), factor) for factor in merged), shape)
 
@@ -290,7 +290,10 @@ def _joined(alike: list[Factor]) -> Factor:
         return Dense(
             torch.stack([f.dense() for f in alike]).sum(0) if len(alike) > 2 else first.grads + alike[1].dense()
         )
-    axis = -2 if isinstance(first, Outer) else 1
+    axis = 1
+    if isinstance(first, Outer):
+        axis, alike = -2, [f.rows for f in alike if isinstance(f, Outer)]
+        first = alike[0]
     columns = iter(zip(*(f.tensors() for f in alike), strict=True))
     return first.each(lambda _: torch.cat(next(columns), axis))
 

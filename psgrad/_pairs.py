@@ -28,10 +28,11 @@ def _summands(factor: Factor) -> tuple[Factor, ...]:
 
 
 def _dots(a: Factor, b: Factor) -> Tensor:
-    if isinstance(a, Outer) and isinstance(b, Outer) and a.x.dim() == b.x.dim() == 3 and a.shape == b.shape:
-        plan = _plan.outer_dots(*a.x.shape[:2], *b.x.shape[:2], *a.shape)
+    if isinstance(a, Outer) and isinstance(b, Outer) and a.x.dim() < 4 and b.x.dim() < 4 and a.shape == b.shape:
+        one, other = a.rows, b.rows
+        plan = _plan.outer_dots(*one.x.shape[:2], *other.x.shape[:2], *a.shape)
         if plan.strategy == "gram":
-            return _by_gram(a, b)
+            return _by_gram(one, other)
     if (isinstance(a, Rows) or isinstance(b, Rows)) and a.shape == b.shape:
         if isinstance(a, Rows) and isinstance(b, Rows) and a.index.shape[1] == b.index.shape[1] == 1:
             products = widened(a.g[:, 0]) @ widened(b.g[:, 0]).mT

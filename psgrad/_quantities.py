@@ -1,6 +1,5 @@
 """What people compute from per-sample gradients, in one call each, without writing the gradients out."""
 
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,6 +21,7 @@ from ._factored import (
     check_max_norm,
     check_nonfinite,
     clip_weights,
+    finite_of,
     refuse_nonfinite,
 )
 from ._factors import norm_of_norms
@@ -153,14 +153,9 @@ def per_sample_norms(
         step = step_of(problem, chunk_size, max_bytes, _chunk.work("norms", _chunk.norms))
         with _engine.differentiating():
             rows = [_chunk.norms(chunk, per_param=per_param)[0] for _, chunk in _chunk.chunks(problem, step)]
-        count = len(problem.params) if per_param else 1
-        norms = list(
-            rows[0]
-            if len(rows) == 1
-            else torch.cat(rows, 1)
-            if rows
-            else problem.params[0].new_empty(count, 0, dtype=_chunk.dtype_of(problem))
-        )
+        if not rows:
+            rows = [[_chunk.no_values(problem) for _ in problem.params]]
+        norms = rows[0] if len(rows) == 1 else [torch.cat(parts) for parts in zip(*rows, strict=True)]
     norms = [_chunk.spread_out(t, index, n) for t in norms]
     return optree.tree_unflatten(problem.params_spec, norms) if per_param else norms[0]
 
@@ -343,18 +338,16 @@ def clipped_grad(
         except ArgumentError:
             if max_bytes is None or chunk_size is not None or len(bounds) > 1:
                 raise
-            totals, norms, values = _clipped_in_two(problem, bounds[0], nonfinite, max_bytes)
+            totals, norms, values, good = _clipped_in_two(problem, bounds[0], nonfinite, max_bytes)
         else:
-            totals, norms, values = _clipped(problem, bounds, group, nonfinite, step)
-    if index is not None:
-        norms, values = _chunk.spread_out(norms.mT, index, n).mT, _chunk.spread_out(values, index, n)
-    if nonfinite == "raise":
+            totals, norms, values, good = _clipped(problem, bounds, group, nonfinite, step)
+    norms = [_chunk.spread_out(t, index, n) for t in norms]
+    if nonfinite == "raise" and not good:
         refuse_nonfinite(norms)
-    given = list(norms) if len(norms) > 1 else [norms[0]]
     return ClippedGrad(
         _chunk.finished(problem, totals),
-        given[0] if bounds_spec is None else optree.tree_unflatten(bounds_spec, given),
-        values,
+        norms[0] if bounds_spec is None else optree.tree_unflatten(bounds_spec, norms),
+        _chunk.spread_out(values, index, n),
     )
 
 
@@ -414,41 +407,37 @@ def _clip_work(whole: Problem) -> Work:
 
 def _clipped(
     problem: Problem, bounds: Sequence[Any], group: Sequence[int], nonfinite: str, step: int
-) -> tuple[list[Tensor | None], Tensor, Tensor]:
-    """The sums; norms (B, N) of the parameters under each of B bounds; the losses."""
+) -> tuple[list[Tensor | None], list[Tensor], Tensor, bool]:
+    """The sums; norms (N,) of the parameters under each bound; the losses; whether all is finite."""
     totals = _chunk.no_totals(problem)
-    all_norms, all_values = [], []
+    all_norms, all_values, good = [], [], True
     for _, chunk in _chunk.chunks(problem, step):
         fg = _chunk.factored(chunk)
         if len(bounds) == 1:
-            norms = fg.norms()[None]
+            norms = [fg.norms()]
         else:
             each = optree.tree_leaves(fg.norms(per_param=True))
             of_bound = [[t for t, k in zip(each, group, strict=True) if k == b] for b in range(len(bounds))]
-            norms = torch.stack([norm_of_norms(ts) if ts else torch.zeros_like(each[0]) for ts in of_bound])
-        good = math.isfinite(norms.sum())
-        finite = None if good else norms.sum(0).isfinite()
+            norms = [norm_of_norms(ts) if ts else torch.zeros_like(each[0]) for ts in of_bound]
+        finite = finite_of(norms)
+        good = good and finite is None
         weights = [clip_weights(t, bound, finite, nonfinite) for t, bound in zip(norms, bounds, strict=True)]
         all_norms.append(norms)
         all_values.append(fg.values)
         parts = fg._parts()
         del fg  # so that each factor goes once it is summed
         for index, kept in parts:
-            add_sums(index, kept, [weights[k] for k in group], totals, counted=good)
+            add_sums(index, kept, [weights[k] for k in group], totals, counted=finite is None)
     if not all_norms:
-        return (
-            totals,
-            problem.params[0].new_empty(len(bounds), 0, dtype=_chunk.dtype_of(problem)),
-            _chunk.no_values(problem),
-        )
+        return totals, [_chunk.no_values(problem) for _ in bounds], _chunk.no_values(problem), good
     if len(all_norms) == 1:
-        return totals, all_norms[0], all_values[0]
-    return totals, torch.cat(all_norms, 1), torch.cat(all_values)
+        return totals, all_norms[0], all_values[0], good
+    return totals, [torch.cat(parts) for parts in zip(*all_norms, strict=True)], torch.cat(all_values), good
 
 
 def _clipped_in_two(
     problem: Problem, bound: Any, nonfinite: str, max_bytes: int
-) -> tuple[list[Tensor | None], Tensor, Tensor]:
+) -> tuple[list[Tensor | None], list[Tensor], Tensor, bool]:
     """The same by two passes: norms, then the gradient of the weighted losses. Both draw the same numbers."""
     works = (
         partial(_chunk.summing, "sums", _chunk.sums),
@@ -459,12 +448,12 @@ def _clipped_in_two(
     for _, chunk in _chunk.chunks(problem, step):
         states.append(generators(problem.params))
         found, losses = _chunk.norms(chunk, draws=states[-1])
-        norms.append(found)
+        norms += found
         values.append(losses)
-    whole = torch.cat(norms, 1)
-    finite = whole[0].isfinite()
-    w = clip_weights(whole[0], bound, finite, nonfinite)
-    return _weighted(problem, w, step, states), whole, torch.cat(values)
+    whole = torch.cat(norms)
+    finite = finite_of([whole])
+    w = clip_weights(whole, bound, finite, nonfinite)
+    return _weighted(problem, w, step, states), [whole], torch.cat(values), finite is None
 
 
 def gram(

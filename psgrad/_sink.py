@@ -59,7 +59,7 @@ class DenseSink:
         source = param.source
         index, dtype = source.index, source.value.dtype
         if source.uses > 1 and isinstance(factor, Outer) and not _prefers_dense(factor):
-            self.later.setdefault(index, []).append(_term(param, factor.each(Tensor.detach)))
+            self.later.setdefault(index, []).append(_term(param, factor))
             return
         written, buffer = self.grads.get(index), self._buffer(index)
         if written is None and param.whole:
@@ -124,13 +124,11 @@ def _term(param: Param, factor: Factor) -> Term:
 
 
 def _kept_term(param: Param, factor: Factor) -> Term:
-    """The same, without the graph, in the form that takes less memory."""
-    if not isinstance(factor, Dense):  # which a backward made
-        factor = factor.each(Tensor.detach)
-    region, factor = _term(param, factor)
-    if not isinstance(factor, Dense) and _prefers_dense(factor):
-        factor = Dense(factor.dense())
-    return Term(region, factor)
+    """The same, in the form that takes less memory."""
+    term = _term(param, factor)
+    if isinstance(term.factor, Dense) or not _prefers_dense(term.factor):
+        return term
+    return Term(term.region, Dense(term.factor.dense()))
 
 
 def _prefers_dense(factor: Factor) -> bool:

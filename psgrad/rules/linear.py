@@ -5,6 +5,7 @@ input, the weight and the output.
 """
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -28,12 +29,13 @@ def backward(
     assert weight is not None
     gx = torch.matmul(g, weight) if needs.x else None
     factors: list[Factor | None] = [None, None]
-    if weight.dim() == 2:
-        x, g = as_rows(x), as_rows(g)
+    if weight.dim() == 2 and x.dim() > 2:
+        n, *t, _ = x.shape
+        x, g = (v.reshape(n, v.shape[-1]) if prod(t) == 1 else as_rows(v) for v in (x, g))
     if needs.params[0]:
         factors[0] = Outer(x, g)
     if needs.params[1]:
-        factors[1] = Dense(g.select(1, 0), own=False) if g.shape[1] == 1 else Dense(g.sum(1))
+        factors[1] = Dense(g, own=False) if g.dim() == 2 else Dense(g.sum(1))
     return gx, factors
 
 
