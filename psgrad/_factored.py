@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from . import _alloc
+from . import _functorch as ft
 from ._errors import ArgumentError, ArgumentTypeError
 from ._factors import cast, norm_of_norms, wide, widest
 from ._kept import Kept
@@ -132,9 +133,10 @@ class FactoredGrads:
         """
         check_nonfinite(nonfinite)
         max_norm, norms = check_max_norm(max_norm), self.norms()
-        if nonfinite == "raise":
-            refuse_nonfinite([norms])
-        return self._typed(self._sums([clip_weights(norms, max_norm, norms.isfinite(), nonfinite)] * len(self._metas)))
+        finite = finite_of([norms], nonfinite)
+        if nonfinite == "raise" and finite is not None:
+            refuse_nonfinite(finite)
+        return self._typed(self._sums([clip_weights(norms, max_norm, finite, nonfinite)] * len(self._metas)))
 
     def variance(self) -> Any:
         """The unbiased variance over samples of every number of the parameters; NaN for fewer than two samples."""
@@ -311,17 +313,22 @@ def clip_weights(norms: Tensor, max_norm: Any, finite: Tensor | None, nonfinite:
     return w if finite is None else w.masked_fill(~finite, torch.nan if nonfinite == "propagate" else 0.0)
 
 
-def finite_of(norms: Sequence[Tensor]) -> Tensor | None:
+def finite_of(norms: Sequence[Tensor], nonfinite: str) -> Tensor | None:
     """Which samples have norms (N,) that are all finite; None: every one."""
-    if all([math.isfinite(t.sum()) for t in norms]):  # noqa: C419, a third less
-        return None
+    if not ft.is_recorded():
+        if all([math.isfinite(t.sum()) for t in norms]):  # noqa: C419, a third less
+            return None
+    elif nonfinite != "propagate":
+        raise ArgumentError(
+            f"nonfinite={nonfinite!r} depends on numbers, and ops are being recorded\n"
+            '  say nonfinite="propagate" under make_fx and its like.'
+        )
     return torch.stack(list(norms)).isfinite().all(0)
 
 
-def refuse_nonfinite(norms: Sequence[Tensor]) -> None:
-    """Raise for samples whose gradients have norms (N,) that are not finite."""
-    finite = finite_of(norms)
-    bad = [] if finite is None else (~finite).nonzero()[:, 0].tolist()
+def refuse_nonfinite(finite: Tensor) -> None:
+    """Raise for the samples that are not finite, if any."""
+    bad = (~finite).nonzero()[:, 0].tolist()
     if bad:
         shown = ", ".join(map(str, bad[:10])) + (f", ... ({len(bad)} in all)" if len(bad) > 10 else "")
         raise ArgumentError(
@@ -343,7 +350,7 @@ def check_max_norm(max_norm: Any, where: str = "max_norm") -> Any:
     number = isinstance(max_norm, (int, float)) and not isinstance(max_norm, bool)
     if not number and not (isinstance(max_norm, Tensor) and max_norm.numel() == 1 and not max_norm.is_complex()):
         raise ArgumentTypeError(f"{where} is a {type(max_norm).__name__}, not a number\n  give a positive number.")
-    if not float(max_norm) > 0:
+    if (number or not ft.is_recorded()) and not float(max_norm) > 0:
         raise ArgumentError(f"{where}={float(max_norm)} is not positive\n  give a positive number; inf clips nothing.")
     return max_norm.detach().reshape(()) if isinstance(max_norm, Tensor) else max_norm
 

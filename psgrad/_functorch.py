@@ -104,6 +104,14 @@ def below(run: Callable[..., Tensor], *args: object) -> Tensor:
         _ft.push_dynamic_layer_stack(layer)
 
 
+_PROXY: Any = getattr(getattr(torch._C, "_TorchDispatchModeKey", None), "PROXY", None)
+
+
+def is_recorded() -> bool:
+    """Whether ops are being written down, as by make_fx: what follows must not depend on the numbers."""
+    return _PROXY is not None and torch._C._get_dispatch_mode(_PROXY) is not None
+
+
 _run_backward: Any = getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "run_backward", None)
 
 

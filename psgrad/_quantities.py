@@ -343,7 +343,7 @@ def clipped_grad(
             totals, norms, values, good = _clipped(problem, bounds, group, nonfinite, step)
     norms = [_chunk.spread_out(t, index, n) for t in norms]
     if nonfinite == "raise" and not good:
-        refuse_nonfinite(norms)
+        refuse_nonfinite(torch.stack(norms).isfinite().all(0))
     return ClippedGrad(
         _chunk.finished(problem, totals),
         norms[0] if bounds_spec is None else optree.tree_unflatten(bounds_spec, norms),
@@ -419,7 +419,7 @@ def _clipped(
             each = optree.tree_leaves(fg.norms(per_param=True))
             of_bound = [[t for t, k in zip(each, group, strict=True) if k == b] for b in range(len(bounds))]
             norms = [norm_of_norms(ts) if ts else torch.zeros_like(each[0]) for ts in of_bound]
-        finite = finite_of(norms)
+        finite = finite_of(norms, nonfinite)
         good = good and finite is None
         weights = [clip_weights(t, bound, finite, nonfinite) for t, bound in zip(norms, bounds, strict=True)]
         all_norms.append(norms)
@@ -427,7 +427,8 @@ def _clipped(
         parts = fg._parts()
         del fg  # so that each factor goes once it is summed
         for index, kept in parts:
-            add_sums(index, kept, [weights[k] for k in group], totals, counted=finite is None)
+            counted = finite is None or nonfinite == "propagate"
+            add_sums(index, kept, [weights[k] for k in group], totals, counted)
     if not all_norms:
         return totals, [_chunk.no_values(problem) for _ in bounds], _chunk.no_values(problem), good
     if len(all_norms) == 1:
@@ -451,7 +452,7 @@ def _clipped_in_two(
         norms += found
         values.append(losses)
     whole = torch.cat(norms)
-    finite = finite_of([whole])
+    finite = finite_of([whole], nonfinite)
     w = clip_weights(whole, bound, finite, nonfinite)
     return _weighted(problem, w, step, states), [whole], torch.cat(values), finite is None
 

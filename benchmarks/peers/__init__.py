@@ -17,7 +17,8 @@ PEERS: dict[str, Peer] = {
         jax.PEER,
         ours.FRESH,
         ours.REUSED,
+        ours.REPLAYED,
     )
 }
-BASE, OURS = batch.PEER.name, (ours.FRESH.name, ours.REUSED.name)
+BASE, OURS = batch.PEER.name, (ours.FRESH.name, ours.REUSED.name, ours.REPLAYED.name)
 GROWTH = (BASE, vmap.PEER.name, opacus.GHOST.name, ours.FRESH.name)  # whose cost is followed from size to size

@@ -1,7 +1,9 @@
-"""psgrad: each quantity by its own function; gradients fresh, and into buffers that are there."""
+"""psgrad: each quantity by its own function; gradients fresh, and into buffers that are there; a recording of it."""
 
 from collections.abc import Callable
 from typing import Any
+
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import psgrad
 
@@ -31,6 +33,20 @@ def reused(task: Task) -> Ready:
     return Ready(lambda: psgrad.per_sample_grads(fn, params, (task.inputs, task.target), out=out))
 
 
+def replayed(quantity: Callable[..., Any]) -> Make:
+    """The torch ops of one call, recorded once: what is left when all Python is gone."""
+
+    def make(task: Task) -> Ready:
+        fn, params = psgrad.from_module(task.model, task.loss)
+        batch, max_norm = (task.inputs, task.target), task.max_norm
+        graph = make_fx(lambda params, batch: quantity(fn, params, batch, max_norm))(params, batch)
+        graph.graph.eliminate_dead_code()
+        graph.recompile()
+        return Ready(lambda: graph(params, batch))
+
+    return make
+
+
 FRESH = Peer(
     "psgrad",
     {
@@ -41,3 +57,11 @@ FRESH = Peer(
     },
 )
 REUSED = Peer("psgrad out=", {"grads": reused})
+REPLAYED = Peer(
+    "psgrad replayed",
+    {
+        "grads": replayed(lambda fn, params, batch, _: psgrad.per_sample_grads(fn, params, batch)),
+        "norms": replayed(lambda fn, params, batch, _: psgrad.per_sample_norms(fn, params, batch)),
+        "clipped": replayed(lambda *call: psgrad.clipped_grad(*call, nonfinite="propagate").grad),
+    },
+)

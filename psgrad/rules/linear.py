@@ -97,7 +97,7 @@ def contraction(x: Any, of_x: str, w: Param, of_w: str, of_out: str, bias: Any =
 
     lead = [total(blocks)] if blocks else []
     order_w = [of_w.index(a) for a in blocks + outer + inner]
-    weight = w.view(lambda v: v.permute(order_w).view(*lead, total(outer), total(inner)))
+    weight = w.view(lambda v: v.permute(order_w).reshape(*lead, total(outer), total(inner)))
     if weight is None:
         return Decline("this layout of the parameter needs a copy")
     order_x = [0, *(1 + of_x.index(a) for a in blocks + times + inner)]
@@ -116,12 +116,9 @@ def contraction(x: Any, of_x: str, w: Param, of_w: str, of_out: str, bias: Any =
 def _product(a: Any, b: Any, of_a: str, of_b: str, of_out: str) -> Call | Decline:
     if isinstance(a, Param) and isinstance(b, Param):
         return Decline("both operands are parameters")
-    try:
-        if isinstance(b, Param):
-            return contraction(a, of_a, b, of_b, of_out)
-        return contraction(b, of_b, a, of_a, of_out)
-    except RuntimeError:  # axes that cannot be merged without a copy
-        return Decline("this layout of the parameter needs a copy")
+    if isinstance(b, Param):
+        return contraction(a, of_a, b, of_b, of_out)
+    return contraction(b, of_b, a, of_a, of_out)
 
 
 def bind_matmul(input: Any, other: Any) -> Call | Decline:

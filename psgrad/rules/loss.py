@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import _functorch as ft
 from .._registry import Decline, Fold
 
 
@@ -43,8 +44,9 @@ def cross_entropy(options: Options, x: Tensor, target: Tensor) -> Tensor:
         each = each.view(n, size).sum(1)
     if reduction == "sum":
         return each
-    if type(target) is Tensor and target.device.type == "cpu" and not _is_among(ignored, target):
-        return each / size if size != 1 else each  # a look costs a quarter of a division and its backward
+    cheap = type(target) is Tensor and target.device.type == "cpu" and not ft.is_recorded()
+    if cheap and not _is_among(ignored, target):  # a look costs a quarter of a division and its backward
+        return each / size if size != 1 else each
     return each / (target.reshape(n, size) != ignored).sum(1)  # none counted: 0 / 0, as torch has it
 
 

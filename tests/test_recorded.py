@@ -1,0 +1,53 @@
+"""A call can be recorded by make_fx, rules and all, and replayed for other numbers."""
+
+import warnings
+
+import optree
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import psgrad
+
+from .cases import CASES
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning"),
+    pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning"),  # the loop's
+]
+
+# what fn, or torch, decides by looking at numbers
+LOOKS = ("embedding-bag-offsets", "embedding-bag-last-offset", "branch", "item", "float", "int", "tolist", "range")
+LOOKS += ("packed", "lstm-list", "parameters-alone")
+CAN_BE = [case for case in CASES if not case.loops and not any(look in case.id for look in LOOKS)]
+RECORDED = {(frozenset(rule for used in case.rules.values() for rule in used), case.folds): case for case in CAN_BE}
+
+
+@pytest.mark.parametrize("case", RECORDED.values(), ids=lambda case: case.id)
+def test_a_recorded_call_gives_the_same_for_other_numbers(case):
+    fn, params, batch = case.make()
+
+    def asked(params):
+        grads = psgrad.per_sample_grads(fn, params, batch)
+        clipped = psgrad.clipped_grad(fn, params, batch, 1.0, nonfinite="propagate")
+        return optree.tree_leaves((grads, psgrad.per_sample_norms(fn, params, batch), clipped.grad))
+
+    def drawn(call, params):
+        torch.manual_seed(1)
+        return call(params)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", psgrad.FallbackWarning)
+        graph = drawn(make_fx(asked), params)
+        others = optree.tree_map(lambda p: 0.9 * p, params)
+        for found, expected in zip(drawn(graph, others), drawn(asked, others), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_what_depends_on_numbers_cannot_be_recorded():
+    def clipped(w, x):
+        return psgrad.clipped_grad(lambda w, x: (w * x).sum(), w, x, 1.0)
+
+    with pytest.raises(psgrad.ArgumentError, match=r"nonfinite='raise' depends on numbers.*\n.*\"propagate\""):
+        make_fx(clipped)(torch.ones(2), torch.ones(3, 2))
