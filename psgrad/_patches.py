@@ -38,20 +38,30 @@ class Patches(Factor):
         if self.x.numel() == 0 or self.g.numel() == 0:
             return self.g.new_zeros(shape) if out is None else out.zero_()
         if strategy == "grouped":
-            grads = self._grouped(shape)
-            return grads if out is None else out.copy_(grads)
+            return self._grouped(shape, out)
         write = {"pointwise": self._pointwise, "patches": self._patches, "loop": self._loop}[strategy]
         if out is not None and out.is_contiguous() and out.dtype == self.g.dtype:
             return write(out)
         grads = write(_alloc.empty(shape, self.g))
         return grads if out is None else out.copy_(grads)
 
-    def _grouped(self, shape: tuple[int, ...]) -> Tensor:
-        """One convolution in which each sample has groups of its own; its batch axis is B."""
-        n, o, *rest = shape
-        x, g = (t.transpose(0, 1).reshape(t.shape[1], -1, *t.shape[3:]) for t in (self.x, self.g))
-        geometry = self.geometry._replace(groups=n * self.geometry.groups)
-        return weight_gradient(x, g, geometry, (n * o, *rest)).view(shape)
+    def _grouped(self, shape: tuple[int, ...], out: Tensor | None) -> Tensor:
+        """A convolution in which each sample has groups of its own; its batch axis is B. Some samples at a time."""
+        sizes = _conv_plan.Sizes.of(self.x.shape, self.g.shape, self.geometry, self.kernel)
+        tile = _conv_plan.grouped_tile(sizes, self.x.element_size())
+        if out is None and tile < len(self.x):
+            out = _alloc.empty(shape, self.g)
+        for start in range(0, len(self.x), tile):
+            part = slice(start, start + tile)
+            x, g = (t[part].transpose(0, 1).reshape(t.shape[1], -1, *t.shape[3:]) for t in (self.x, self.g))
+            n = min(tile, len(self.x) - start)
+            geometry = self.geometry._replace(groups=n * self.geometry.groups)
+            grads = weight_gradient(x, g, geometry, (n * shape[1], *shape[2:])).view(n, *shape[1:])
+            if out is None:
+                return grads
+            out[part].copy_(grads)
+        assert out is not None
+        return out
 
     def _loop(self, out: Tensor) -> Tensor:
         """The ordinary weight gradient of each sample."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import psgrad
-from psgrad import _conv_plan, _plan
+from psgrad import _conv_plan, _patches, _plan
 from psgrad.extend import ConvGeometry, Outer, Patches, Rows
 
 from . import strategies as some
@@ -252,6 +252,7 @@ def test_conv_strategies_agree(d: int) -> None:
         for strategy, tile, turns, row in _ways(x, geometry, config.kernel):
             with (
                 mock.patch.object(_plan, "TILE", tile),
+                mock.patch.object(_conv_plan, "PATCHES", tile),
                 mock.patch.object(_plan, "WORKSPACE", tile),
                 mock.patch.object(_conv_plan, "conv_turns", return_value=turns),
                 mock.patch.object(_conv_plan, "ROW", row),
@@ -268,11 +269,27 @@ def test_conv_strategies_agree(d: int) -> None:
 
 
 def _ways(x: Tensor, geometry: ConvGeometry, kernel: tuple[int, ...]) -> Iterator[tuple[str, int, bool, float]]:
-    """Strategies, and the choices within that of patches: a tile's bytes, the product's order, how they are copied."""
-    yield from ((name, _plan.TILE, False, 0) for name in ("grouped", "loop"))
+    """Strategies, and the choices within: a tile's bytes; of patches also the product's order, how they are copied."""
+    yield from (("grouped", tile, False, 0) for tile in (1, 1 << 11, _plan.WORKSPACE))
+    yield "loop", _plan.TILE, False, 0
     if _conv_plan.is_pointwise(x.shape, geometry, kernel):
         yield "pointwise", _plan.TILE, False, 0
     yield from itertools.product(["patches"], [1, 1 << 11, _plan.TILE], [False, True], [0, 1e6])
+
+
+def test_grouped_convolutions_come_in_tiles() -> None:
+    """Of ten samples, four at once at most: 4, 4 and 2, as many for each thread."""
+    x, g = draw(10, 1, 2, 6, 6), draw(10, 1, 3, 4, 4)
+    factor = Patches(x, g, ConvGeometry((1, 1), (0, 0), (1, 1), 1), (3, 3))
+    each = (x[0].numel() + g[0].numel() + 3 * 2 * 9) * x.element_size()
+    want = factor.by("loop")
+    with (
+        mock.patch.object(_plan, "WORKSPACE", 5 * each),
+        mock.patch.object(torch, "get_num_threads", return_value=2),
+        mock.patch.object(_patches, "weight_gradient", wraps=_patches.weight_gradient) as kernel,
+    ):
+        torch.testing.assert_close(factor.by("grouped"), want)
+    assert [call.args[2].groups for call in kernel.call_args_list] == [4, 4, 2]
 
 
 @pytest.mark.parametrize("d", [1, 2, 3])
