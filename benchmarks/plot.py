@@ -33,8 +33,9 @@ COLORS = {
     "JAX": "#c9a400",
     "psgrad": "#d62728",
     "psgrad out=": "#ff9896",
+    "psgrad replayed": "#8b0000",
 }
-MARKERS = dict(zip(PEERS, "|xsv^<D>oo", strict=True))
+MARKERS = dict(zip(PEERS, "|xsv^<D>oo*", strict=True))
 
 
 def draw(records: Sequence[Record], out: Path) -> list[Path]:

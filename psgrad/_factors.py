@@ -211,6 +211,25 @@ class Dense(Factor):
 
 
 @dataclass(frozen=True, eq=False)
+class Product(Factor):
+    """Gradients that are products, element by element: x[n] g[n], written straight to where they go."""
+
+    x: Tensor  # (N, *shape)
+    g: Tensor  # (N, *shape)
+
+    @property
+    def plan(self) -> _plan.Plan:
+        return _plan.Plan("mul", self.g.numel(), 0)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.g.shape[1:])
+
+    def dense(self, out: Tensor | None = None) -> Tensor:
+        return self.x * self.g if out is None else torch.mul(self.x, self.g, out=out)
+
+
+@dataclass(frozen=True, eq=False)
 class Outer(Factor):
     """Gradients of a matrix, or of H of them: for sample n, the sum over t of g[n, t] x[n, t]^T."""
 

@@ -22,7 +22,7 @@ gets in the backward. Here is one for `torch.hypot(x, w)` with a single number w
 >>> psgrad.extend.unregister(rule)
 """
 
-from ._factors import Dense, Factor, Outer, Rows
+from ._factors import Dense, Factor, Outer, Product, Rows
 from ._patches import Patches
 from ._plan import ConvGeometry, Plan
 from ._registry import Call, Composite, Decline, Fold, Needs, Param, Rule, register, unregister
@@ -40,6 +40,7 @@ __all__ = [
     "Param",
     "Patches",
     "Plan",
+    "Product",
     "Rows",
     "Rule",
     "register",

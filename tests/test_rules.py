@@ -356,6 +356,22 @@ def test_layer_norm_of_long_samples() -> None:
         psgrad.testing.check(fn, params, x)
 
 
+@pytest.mark.parametrize("shape", [(5,), (1, 1, 5), (3, 4, 5)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_layer_norm_of_one_position(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Products of cotangent and normalised input are written straight into the result."""
+    params = {name: draw(5).to(dtype) for name in ("w", "b")}
+    x, fn = draw(6, *shape).to(dtype), lambda p, x: loss(F.layer_norm(x, (5,), p["w"], p["b"]))
+    factors = [row.factor for row in psgrad.explain(fn, params, x).rows]
+    assert factors == ["Dense" if len(shape) == 3 and shape[0] > 1 else "Product", "Dense"]
+    out = {name: torch.full((6, 5), torch.nan, dtype=dtype) for name in params}
+    grads = psgrad.per_sample_grads(fn, params, x, out=out)
+    assert all(grads[name] is out[name] for name in out)
+    exact = psgrad.testing.loop_grads(fn, {name: p.double() for name, p in params.items()}, x.double())
+    tolerance = {"atol": 16 * torch.finfo(dtype).eps, "rtol": 16 * torch.finfo(dtype).eps}
+    torch.testing.assert_close({name: g.double() for name, g in grads.items()}, exact, **tolerance)
+
+
 @given(config=some.layer_norms())
 def test_layer_norm(config: some.Norm) -> None:
     _check_norm(config, "layer_norm", lambda x, w, b: F.layer_norm(x, config.affine, w, b, 0.1))
@@ -517,6 +533,17 @@ def test_elementwise(op: str) -> None:
         check(fn, params, draw(config.n, *config.x), config.layout, rules)
 
     run()
+
+
+def test_mul_straight_into_the_result() -> None:
+    """Where nothing is summed, the product is written where it goes; where something is, it is summed first."""
+    params, x = {"w": draw(3, 4), "v": draw(4)}, draw(5, 3, 4)
+    fn = lambda p, x: loss(x * p["w"] * p["v"])
+    assert [row.factor for row in psgrad.explain(fn, params, x).rows] == ["Product", "Dense"]
+    out = {name: torch.full((5, *p.shape), torch.nan, dtype=p.dtype) for name, p in params.items()}
+    grads = psgrad.per_sample_grads(fn, params, x, out=out)
+    assert all(grads[name] is out[name] for name in out)
+    torch.testing.assert_close(grads, psgrad.testing.loop_grads(fn, params, x))
 
 
 @given(config=some.slopes())

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._factors import Dense, Factor
+from .._factors import Dense, Factor, Product
 from .._registry import Call, Decline, Needs, Param, Rule
 
 
@@ -32,7 +32,9 @@ def _sum_to(grads: Tensor, n: int, shape: torch.Size) -> Tensor:
 def backward(
     options: Options, g: Tensor, x: Tensor, params: Sequence[Tensor], saved: Any, needs: Needs
 ) -> tuple[Tensor | None, list[Factor | None]]:
-    (w,), (op, first), gx, gw = params, options, None, None
+    (w,), (op, first), gx = params, options, None
+    # the parameter first: its workspace is free again when the gradient of the input is allocated
+    factor = _factor(options, g, x, w) if needs.params[0] else None
     if needs.x:
         if op == "add":
             gx = g
@@ -43,19 +45,19 @@ def backward(
         else:
             gx = -g * (w / x) / x if first else g / w
         gx = gx.sum_to_size(x.shape)
-    if needs.params[0]:
-        n = len(x)
-        if op in ("add", "sub"):
-            gw = _sum_to(g, n, w.shape)
-            if op == "sub" and not first:
-                gw = -gw
-            elif gw.numel() == g.numel():
-                gw = gw.clone()  # nothing was summed: g belongs to others
-        elif op == "mul":
-            gw = _sum_to(g * x, n, w.shape)
-        else:
-            gw = _sum_to(g / x, n, w.shape) if first else -_sum_to(g * x, n, w.shape) / w / w
-    return gx, [None if gw is None else Dense(gw)]
+    return gx, [factor]
+
+
+def _factor(options: Options, g: Tensor, x: Tensor, w: Tensor) -> Factor:
+    (op, first), n = options, len(x)
+    if op == "mul":
+        return Product(x, g) if g.shape[1:] == w.shape else Dense(_sum_to(g * x, n, w.shape))
+    if op == "div":
+        return Dense(_sum_to(g / x, n, w.shape) if first else -_sum_to(g * x, n, w.shape) / w / w)
+    if op == "sub" and not first:
+        return Dense(-_sum_to(g, n, w.shape))
+    gw = _sum_to(g, n, w.shape)
+    return Dense(gw, own=gw.numel() != g.numel())  # where nothing was summed, it is g, which belongs to others
 
 
 def _binder(op: str) -> Callable[..., Call | Decline]:
@@ -129,7 +131,7 @@ RULES = (
             native=True,
             keeps_input=op in ("mul", "div"),
             only_params=True,
-            factors=("Dense",),
+            factors=("Product", "Dense") if op == "mul" else ("Dense",),
         )
         for op, functions in _SPELLINGS.items()
     ),

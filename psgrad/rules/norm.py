@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._errors import UnsupportedOpError, place
-from .._factors import Dense, Factor
+from .._factors import Dense, Factor, Product
 from .._functorch import current_level
 from .._registry import Call, Decline, Needs, Param, Rule
 
@@ -96,12 +96,9 @@ def layer_forward(options: Layer, x: Tensor, weight: Tensor | None, bias: Tensor
 def layer_backward(
     options: Layer, g: Tensor, x: Tensor, params: Sequence[Tensor | None], saved: Saved, needs: Needs
 ) -> tuple[Tensor | None, list[Factor | None]]:
-    (weight, bias), (mean, rstd), n = params, saved, len(x)
+    (weight, bias), (mean, rstd) = params, saved
     # parameters first: their workspace is free again when the gradient of the input is allocated
-    factors: list[Factor | None] = [
-        None if t is None else Dense(t.reshape(n, *options.shape))
-        for t in _layer_weights(options, g, x, params, saved, needs)
-    ]
+    factors = _layer_factors(options, g, x, params, saved, needs)
     if not needs.x:
         return None, factors
     mask = [True, False, False]
@@ -113,29 +110,33 @@ _layer_kernel = _aten.native_layer_norm_backward.default
 _LONG = 1 << 17
 
 
-def _layer_weights(
+def _layer_factors(
     options: Layer, g: Tensor, x: Tensor, params: Sequence[Tensor | None], saved: Saved, needs: Needs
-) -> Sequence[Tensor | None]:
-    """Gradients (N, D) of weight and bias: sums over t of rstd_t ((x_t - mean_t) g_t) and of g_t."""
-    (weight, bias), (mean, rstd), n, width = params, saved, len(x), prod(options.shape)
+) -> list[Factor | None]:
+    """Of weight and bias: sums over t of rstd_t (x_t - mean_t) g_t and of g_t."""
+    (weight, bias), (mean, rstd), n, shape = params, saved, len(x), options.shape
     outermost = current_level() is None
-    if needs.params[0] and outermost and x[0].numel() >= _LONG:
-        mask, shape = [False, True, needs.params[1]], options.shape
+    if needs.params[0] and outermost and x.numel() >= n * _LONG:
+        mask = [False, True, needs.params[1]]
         samples = zip(g.unbind(), x.unbind(), mean.unbind(), rstd.unbind(), strict=True)
         found = [_layer_kernel(g, x, shape, m, r, weight, bias, mask)[1:] for g, x, m, r in samples]
-        weights, biases = zip(*found, strict=True)
-        return torch.stack(weights), (torch.stack(biases) if needs.params[1] else None)
-    gw, rows = None, g.reshape(n, -1, width)  # (N, T, D)
+        return [None if each[0] is None else Dense(torch.stack(each)) for each in zip(*found, strict=True)]
+    factors: list[Factor | None] = [None, None]
+    rows = g.reshape(n, -1, prod(shape))  # (N, T, D)
+    one = rows.shape[1] == 1
     if needs.params[0]:
+        by = rows if not one else rstd.reshape(n, 1, 1)
         centred = x.reshape(rows.shape) - mean.reshape(n, -1, 1)
         # in place, at a quarter of the time; not where a transform runs, which may want both
-        centred = centred.mul_(rows) if outermost else centred * rows
-        rstd = rstd.to(centred.dtype)
-        if rows.shape[1] != 1:
-            gw = torch.bmm(rstd.reshape(n, 1, -1), centred)
+        centred = centred.mul_(by) if outermost else centred * by
+        if one:
+            factors[0] = Product(centred.view(n, *shape), g.reshape(n, *shape))
         else:
-            gw = centred.mul_(rstd.reshape(n, 1, 1)) if outermost else centred * rstd.reshape(n, 1, 1)
-    return gw, (rows.sum(1) if needs.params[1] else None)
+            summed = torch.bmm(rstd.to(centred.dtype).reshape(n, 1, -1), centred)
+            factors[0] = Dense(summed.view(n, *shape))
+    if needs.params[1]:
+        factors[1] = Dense(g.reshape(n, *shape), own=False) if one else Dense(rows.sum(1).view(n, *shape))
+    return factors
 
 
 def bind_layer_norm(
@@ -371,7 +372,7 @@ LAYER = Rule(
     layer_plain,
     saves=2,
     autocast="float32 off the CPU",
-    factors=_DENSE,
+    factors=("Product", *_DENSE),
 )
 RMS = Rule(
     "rms_norm",
