@@ -22,7 +22,7 @@ from psgrad._patches import Patches, weight_gradient
 from psgrad._plan import ConvGeometry
 
 from .__main__ import among, positive, progress
-from .machine import BUSY, Others, keep_memory
+from .machine import BUSY, Others
 from .timing import turn
 from .workloads import setup
 
@@ -238,7 +238,6 @@ HEAD = [
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
     about = setup() | {"rounds": args.rounds, "sets": args.sets}
-    keep_memory()
     rows: list[Row] = []
     busy: list[str] = []
     print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}")

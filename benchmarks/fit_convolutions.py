@@ -21,7 +21,6 @@ from psgrad import _conv_plan
 from psgrad._plan import ConvGeometry
 
 from .convolutions import Problem, Shape, measure, shape
-from .machine import keep_memory
 from .workloads import setup
 
 MOST = 3e7  # numbers in an operand or the result
@@ -102,7 +101,6 @@ def main() -> int:
     parser.add_argument("--file", type=Path, default=Path("build/bench/convolutions.json"))
     args = parser.parse_args()
     setup()
-    keep_memory()
     samples: list[Sample] = json.loads(args.file.read_text()) if args.file.exists() else []
     rng, end = random.Random(len(samples)), time.monotonic() + args.seconds
     while time.monotonic() < end:

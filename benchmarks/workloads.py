@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import psgrad
 
+from .machine import keep_memory
+
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -264,4 +266,5 @@ SWEEP_NORMS = [Point("gpt", length=length) for length in (32, 64, 128, 256, 512,
 def setup(threads: int = 2) -> dict[str, Any]:
     """The settings that every measurement shares, and what to say about them."""
     torch.set_num_threads(threads)
+    keep_memory()
     return {"torch": torch.__version__, "dtype": "float32", "threads": threads, "cores": os.cpu_count()}
