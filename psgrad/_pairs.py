@@ -40,7 +40,8 @@ def _dots(a: Factor, b: Factor) -> Tensor:
         touched = torch.unique(a.index if isinstance(a, Rows) else b.index)  # type: ignore[attr-defined]
         if len(touched) == 0:
             return widened(a.tensors()[-1]).new_zeros(len(a), len(b))
-        a, b = _rows_of(a, touched), _rows_of(b, touched)
+        same, a = a is b, _rows_of(a, touched)
+        b = a if same else _rows_of(b, touched)
     return _by_tiles(a, b)
 
 
@@ -67,11 +68,12 @@ def _rows_of(factor: Factor, touched: Tensor) -> Factor:
 
 
 def _by_tiles(a: Factor, b: Factor) -> Tensor:
-    """The gradients written out, a few of their rows at a time."""
+    """The gradients written out, a few of their rows at a time; once where both are the same."""
     dtype = wide(torch.promote_types(a.dtype, b.dtype))
     total: Tensor | None = None
     for one, other in zip(*_aligned(a, b), strict=True):
-        rows, columns = (f.dense().reshape(len(f), -1).to(dtype) for f in (one, other))
+        rows = one.dense().reshape(len(one), -1).to(dtype)
+        columns = rows if a is b else other.dense().reshape(len(other), -1).to(dtype)
         total = rows @ columns.mT if total is None else torch.addmm(total, rows, columns.mT, out=total)
     assert total is not None
     return total

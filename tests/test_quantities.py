@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import psgrad
 from psgrad import _memory, _plan
 from psgrad._factors import Outer
+from psgrad._patches import Patches
 
 from .cases import CASES, Case, N
 from .test_contract import assert_close
@@ -515,6 +516,21 @@ def test_sums_add_to_what_is_there(shape: tuple[int, ...], dtype: torch.dtype) -
 
 
 # ---- gram and statistics ---------------------------------------------------------------------------------
+
+
+def test_gradients_of_a_batch_meet_themselves_once_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[Patches] = []
+    dense = Patches.dense
+    monkeypatch.setattr(Patches, "dense", lambda self, out=None: (written.append(self), dense(self, out))[1])
+    fg = psgrad.factored_grads(
+        lambda w, x: F.conv2d(x, w).sin().sum(), torch.randn(9, 8, 5, 5), torch.randn(3, 8, 8, 8)
+    )
+    rows = fg.dense().flatten(1)
+    written.clear()
+    torch.testing.assert_close(fg.dots(), rows @ rows.mT)
+    assert len(written) == 1
+    torch.testing.assert_close(fg.dots(fg[:]), rows @ rows.mT)
+    assert len(written) == 3
 
 
 @pytest.mark.parametrize("chunk_size", [None, 2])
