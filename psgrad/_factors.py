@@ -214,7 +214,7 @@ class Dense(Factor):
 class Product(Factor):
     """Gradients that are products, element by element: x[n] g[n], written straight to where they go."""
 
-    x: Tensor  # (N, *shape)
+    x: Tensor  # (N, *shape), or what broadcasts to it
     g: Tensor  # (N, *shape)
 
     @property
@@ -238,7 +238,7 @@ class Outer(Factor):
 
     @property
     def plan(self) -> _plan.Plan:
-        return _plan.Plan("bmm" if self.x.dim() > 2 else "mul", self.x.numel() * self.g.shape[-1], 0)
+        return _plan.Plan("bmm" if self._plain.x.dim() > 2 else "mul", self.x.numel() * self.g.shape[-1], 0)
 
     @property
     def rows(self) -> "Outer":
@@ -246,16 +246,22 @@ class Outer(Factor):
         return self if self.x.dim() > 2 else Outer(self.x[:, None], self.g[:, None])
 
     @property
+    def _plain(self) -> "Outer":
+        """The same without an axis for one position."""
+        one = self.x.dim() == 3 and self.x.shape[1] == 1
+        return Outer(self.x.squeeze(1), self.g.squeeze(1)) if one else self
+
+    @property
     def shape(self) -> tuple[int, ...]:
         return (*self.x.shape[1:-2], self.g.shape[-1], self.x.shape[-1])
 
     def dense(self, out: Tensor | None = None) -> Tensor:
-        if self.x.dim() == 2:  # 0.2 to 0.7 of bmm's time
-            g, x = self.g.unsqueeze(2), self.x.unsqueeze(1)
+        x, g = (own := self._plain).x, own.g
+        if x.dim() == 2:  # 0.2 to 0.7 of bmm's time
+            g, x = g.unsqueeze(2), x.unsqueeze(1)
             product: Callable[..., Tensor] = torch.mul
         else:
-            g, x = self.g.mT, self.x
-            product = torch.matmul
+            g, product = g.mT, torch.matmul
         if out is None:
             shape = (*g.shape[:-1], x.shape[-1])  # (N, [H,] O, I)
             if not _alloc.is_large(shape, g):
@@ -269,7 +275,7 @@ class Outer(Factor):
         return product(g, x, out=out)
 
     def norms(self) -> Tensor:
-        x, g = self.x, self.g
+        x, g = (own := self._plain).x, own.g
         if x.dim() == 2:
             return norms_of(x).mul_(norms_of(g))
         if x.dim() == 4:
@@ -317,9 +323,10 @@ class Outer(Factor):
         return g.flatten(0, 1).mT, x.flatten(0, 1)
 
     def spread(self, mean: Tensor) -> Tensor:
-        if self.x.dim() > 2 or self.x.device.type == "mps":  # which has no float64
+        own = self._plain
+        if own.x.dim() > 2 or own.x.device.type == "mps":  # which has no float64
             return super().spread(mean)
-        x, g, m = self.x.double(), self.g.double(), mean.double()  # float64 for the differences
+        x, g, m = own.x.double(), own.g.double(), mean.double()  # float64 for the differences
         squares = g.square().mT @ x.square() - 2 * m * (g.mT @ x) + len(x) * m.square()
         return squares.clamp_(min=0).to(mean.dtype)
 

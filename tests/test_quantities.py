@@ -518,6 +518,19 @@ def test_sums_add_to_what_is_there(shape: tuple[int, ...], dtype: torch.dtype) -
 # ---- gram and statistics ---------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("scale", [1e-13, 1.0, 1e10])
+def test_one_position_with_and_without_an_axis(scale: float) -> None:
+    """Norms are products of norms: no square of an inner product under- or overflows."""
+    x, g = scale * torch.randn(5, 7, dtype=torch.float32), scale * torch.randn(5, 3, dtype=torch.float32)
+    plain, rows = Outer(x, g), Outer(x[:, None], g[:, None])
+    expected = (x.double().norm(dim=1) * g.double().norm(dim=1)).float()
+    for factor in (plain, rows):
+        torch.testing.assert_close(factor.norms(), expected, rtol=1e-5, atol=0.0)
+        torch.testing.assert_close(factor.dense(), g[:, :, None] * x[:, None], rtol=1e-5, atol=0.0)
+        assert factor.plan.strategy == "mul"
+    torch.testing.assert_close(plain.spread(rows.weighted_sum() / 5), rows.spread(plain.weighted_sum() / 5))
+
+
 def test_gradients_of_a_batch_meet_themselves_once_written(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[Patches] = []
     dense = Patches.dense
