@@ -84,7 +84,10 @@ def _aligned(a: Factor, b: Factor) -> tuple[Iterator[Factor], Iterator[Factor]]:
     if a.shape != b.shape or not (a.shape and _can_cut(a) and _can_cut(b)):
         return iter([a]), iter([b])
     size, grain = a.shape[0], lcm(_grain(a), _grain(b))
-    each = (len(a) + len(b)) * prod(a.shape[1:]) * grain * wide(a.dtype).itemsize
+    n = len(a) if a is b else len(a) + len(b)
+    each = n * prod(a.shape[1:]) * grain * wide(a.dtype).itemsize
+    if isinstance(a, Patches) or isinstance(b, Patches):  # each cut has patches to lay out anew
+        each = each * _plan.TILE // _plan.WORKSPACE
     step = grain * _plan.tile(each)
     cuts = [slice(start, min(start + step, size)) for start in range(0, size, step)]
     return (_cut(a, rows) for rows in cuts), (_cut(b, rows) for rows in cuts)
