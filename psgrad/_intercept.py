@@ -341,9 +341,9 @@ class Intercept(TorchFunctionMode):
             return func(*args, **kwargs)
         if isinstance(call, Decline):
             return self._plain(func, args, kwargs, params, call.reason)
-        applied = Applied(rule, call.options, call.params, self.sink)
-        if any(t is not None and t.dtype.is_complex for t in (call.x, *applied.values)):
+        if call.is_complex:
             return self._plain(func, args, kwargs, params, "complex numbers")
+        applied = Applied(rule, call.options, call.params, self.sink)
         if not samples and not applied.constants and isinstance(call.x, Param) and not self.repeats:
             return self._once(func, args, kwargs, params)  # a standardised weight, say
         for constant in applied.constants:

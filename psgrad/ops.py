@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 
 from . import _functorch as ft
 from ._composable import composable
-from ._registry import RULES, Call, Composite, Decline, Rule
+from ._registry import RULES, Composite, Decline, Rule
 from .rules import conv as _conv
 from .rules import embedding as _embedding
 from .rules import linear as _linear
@@ -52,15 +52,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def _run(rule: Rule, func: Callable[..., Any], args: Any, kwargs: Any) -> Tensor:
     """`func` through its rule's composable Functions; as torch has it where the rule declines."""
     call = rule.bind(*args, **kwargs)
-    if isinstance(call, Decline) or not isinstance(call.x, Tensor) or _is_complex(call):
+    if isinstance(call, Decline) or not isinstance(call.x, Tensor) or call.is_complex:
         result: Tensor = func(*args, **kwargs)
         return result
     return composable(rule, call)
-
-
-def _is_complex(call: Call) -> bool:
-    """Whether an operand is of complex numbers, for which no rule is written."""
-    return any(t is not None and t.is_complex() for t in (call.x, *call.params))
 
 
 _RULED: dict[Callable[..., Any], Rule] = {}

@@ -10,12 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import psgrad
 
 from .cases import CASES
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning"),
-    pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning"),  # the loop's
-]
+from .test_contract import pytestmark as pytestmark  # torch's warnings about cases of the table
 
 # what fn, or torch, decides by looking at numbers
 LOOKS = ("embedding-bag-offsets", "embedding-bag-last-offset", "branch", "item", "float", "int", "tolist", "range")
