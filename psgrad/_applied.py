@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from . import _functorch as ft
 from . import _plan
 from ._checkpoint import hooked
 from ._factors import Factor
@@ -46,15 +47,18 @@ class Applied:
 
     def __init__(self, rule: Rule, options: Any, params: tuple[Any, ...], sink: Sink) -> None:
         self.rule, self.options, self.params, self.sink = rule, options, params, sink
-        self.values: list[Any] = []
-        self.constants: list[Tensor] = []  # `fn` might change them
-        tracked = []
+        values, constants, tracked = [], [], []
         for p in params:  # one loop, not three comprehensions: this runs for every use of a parameter
-            ours = type(p) is Param
-            tracked.append(ours)
-            self.values.append(p.value if ours else p)
-            if not ours and p is not None:
-                self.constants.append(p)
+            if type(p) is Param:
+                values.append(p.value)
+                tracked.append(True)
+            else:
+                values.append(p)
+                tracked.append(False)
+                if p is not None:
+                    constants.append(p)
+        self.values: list[Any] = values
+        self.constants: list[Tensor] = constants  # `fn` might change them
         self.tracked = tuple(tracked)  # which are ours to differentiate
         self.use: Use | None = None
 
@@ -68,8 +72,7 @@ class Applied:
 
     def backward(self, g: Tensor, x: Tensor, values: list[Any], saved: Any, need_x: bool) -> Tensor | None:
         """The gradient of the input; factors go to the sink, without a graph."""
-        device = g.device.type
-        if torch.is_autocast_enabled(device):
+        if ft.is_autocasting() and torch.is_autocast_enabled(device := g.device.type):
             with torch.autocast(device, enabled=False):
                 return self.backward(g, x, values, saved, need_x)
         x = x.detach() if x.requires_grad else x
@@ -91,7 +94,7 @@ class Tape:
         self.frugal = frugal  # takes no call
         self.held = 0  # bytes of these cotangents
         self.edges: list[GradientEdge] = []  # where the outputs were made: `fn` may change them in place later
-        self.calls: list[tuple[Applied, Tensor, int, Any, torch.Size]] = []
+        self.calls: list[tuple[Applied, Tensor, int, Any, torch.Size | None]] = []
 
     def takes(self, applied: Applied, x: Tensor) -> bool:
         small = x.nbytes <= _plan.SMALL and self.held <= _plan.SMALL_TOTAL
@@ -105,17 +108,18 @@ class Tape:
             values = [v.detach().requires_grad_() if i == first else v for i, v in enumerate(values)]
         y: Tensor = applied.rule.forward(applied.options, x, *values)[0]
         if y.requires_grad and True in tracked:
-            made = y
+            made, shape = y, None
             if y._is_view():  # where `fn` changes it in place, the gradient passes by a view's own edge
                 base = y._base
                 assert base is not None
                 if y.numel() == base.numel() and y.is_contiguous() and base.is_contiguous():
-                    made = base  # the same numbers in the same order
+                    made, shape = base, y.shape  # the same numbers in the same order
                 else:
                     made = y = y.clone()
-            assert made.grad_fn is not None
-            self.edges.append(GradientEdge(made.grad_fn, made.output_nr))
-            self.calls.append((applied, x, x._version, applied.versions, y.shape))
+            node = made.grad_fn
+            assert node is not None
+            self.edges.append(GradientEdge(node, made.output_nr))
+            self.calls.append((applied, x, x._version, applied.versions, shape))
             self.held += y.nbytes
         return y
 
@@ -125,7 +129,7 @@ class Tape:
             if g is not None:
                 if (x._version != version and applied.rule.keeps_input) or applied.versions != versions:
                     applied.refuse_changes()
-                applied.backward(g if g.shape == shape else g.reshape(shape), x, applied.values, (), False)
+                applied.backward(g if shape is None else g.reshape(shape), x, applied.values, (), False)
 
 
 class _Apply(torch.autograd.Function):
@@ -158,13 +162,12 @@ _apply: Any = super(torch.autograd.Function, _Apply).apply  # without the checks
 
 def apply(applied: Applied, tape: Tape, anchor: Tensor | None, x: Tensor) -> Tensor:
     """The rule's output (N, ...) for the input (N, ...)."""
-    device, dtype = x.device.type, None
     if True not in applied.tracked:
         anchor = None
-    if not torch.is_autocast_enabled(device):
+    if not ft.is_autocasting() or not torch.is_autocast_enabled(x.device.type):
         y: Tensor = tape.run(applied, x) if tape.takes(applied, x) else _apply(applied, None, x, anchor)
         return y
-    kind = applied.rule.autocast
+    device, dtype, kind = x.device.type, None, applied.rule.autocast
     if kind.endswith(" off the CPU"):
         kind = "keep" if device == "cpu" else kind.removesuffix(" off the CPU")
     if kind == "lower" and x.dtype != torch.float64:

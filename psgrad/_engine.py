@@ -155,9 +155,9 @@ def _through(problem: Problem, sink: Any, log: list[Use] | None, settings: list[
         mode.level, mode.roots = level, len(roots)
         if not problem.own_batch:
             mode.batch = problem.batch
-        wrapped = [ft.wrap(leaf, level) for leaf in leaves]
-        for i, (root, leaf, w) in enumerate(zip(roots, leaves, wrapped, strict=True)):
-            mode.track(Source(i, partial(problem.name, i), root, leaf), w)
+        wrapped = [
+            mode.track(Source(i, problem.name, p, leaf)) for i, (p, leaf) in enumerate(zip(roots, leaves, strict=True))
+        ]
         sample = [ft.wrap(t, level) if b else t for t, b in zip(problem.batch, problem.batched, strict=True)]
         out = problem.call(wrapped, sample, mode)
         losses = ft.unwrap(out.loss, n, level)
@@ -194,8 +194,7 @@ def _backward(losses: Tensor, mode: Intercept, count: int, sink: Any, seed: Tens
     inputs: list[Any] = [*leaves, *mode.tape.edges]
     found = ft.gradients(losses, inputs, seed)
     grads, cotangents = found[: len(leaves)], found[len(leaves) :]
-    with torch.no_grad():
-        mode.tape.backward(cotangents)
+    mode.tape.backward(cotangents)
     restrided = _restrided(losses) if any(grad is not None for grad in grads) else []
     for source, grad in zip(mode.sources, grads, strict=True):
         if grad is not None:

@@ -50,10 +50,10 @@ def norms_of(grads: Tensor) -> Tensor:
 
 def norm_of_norms(norms: Sequence[Tensor]) -> Tensor:
     """The norms (N,) of vectors whose parts have norms (N,); no square under- or overflows on the way."""
-    if len(norms) == 1:
-        return norms[0]
-    total: Tensor = torch.linalg.vector_norm(torch.stack(list(norms), 1), dim=1)  # along axis 0: twice the time
-    return total
+    if len(norms) > 8:
+        total: Tensor = torch.linalg.vector_norm(torch.stack(list(norms), 1), dim=1)  # along axis 0: twice the time
+        return total
+    return reduce(torch.hypot, norms)  # of 4 parts: 9 us, where stacked 23
 
 
 def weighted_sum_of(grads: Tensor, w: Tensor | None) -> Tensor:

@@ -64,15 +64,12 @@ def unwrap(t: Tensor, n: int, level: int) -> Tensor:
     return result
 
 
-def current_level() -> int | None:
-    """The level of the innermost functorch transform that runs in this thread."""
-    level: int | None = _ft.maybe_current_level()
-    return level
+current_level: Callable[[], int | None] = _ft.maybe_current_level  # of the innermost transform in this thread
 
 
 def is_batched(t: Tensor, level: int) -> bool:
     """Whether `t` carries the sample axis of the vmap at `level`."""
-    return bool(_ft.maybe_get_level(t) == level and _ft.is_batchedtensor(t))
+    return _ft.maybe_get_level(t) == level and _ft.is_batchedtensor(t)  # type: ignore[no-any-return]
 
 
 def is_differentiated(t: Tensor) -> bool:
@@ -82,17 +79,15 @@ def is_differentiated(t: Tensor) -> bool:
 
 def lower(t: Tensor, n: int, level: int) -> Tensor:
     """The (N, ...) tensor behind a batched one; an unbatched one is the same for every sample."""
-    if is_batched(t, level):
-        inner: Tensor = _ft.get_unwrapped(t)
-        dim = _ft.maybe_get_bdim(t)
-        return inner if dim == 0 else inner.movedim(dim, 0)
-    return t.expand(n, *t.shape)
+    if not is_batched(t, level):
+        return t.expand(n, *t.shape)
+    dim, inner = _ft.maybe_get_bdim(t), _ft.get_unwrapped(t)
+    return inner.movedim(dim, 0) if dim else inner  # type: ignore[no-any-return]
 
 
 def wrap(t: Tensor, level: int) -> Tensor:
     """`t` of shape (N, ...) as the vmap at `level` hands it to the function."""
-    wrapped: Tensor = _ft._add_batch_dim(t, 0, level)
-    return wrapped
+    return _ft._add_batch_dim(t, 0, level)  # type: ignore[no-any-return]
 
 
 def below(run: Callable[..., Tensor], *args: object) -> Tensor:
@@ -103,6 +98,9 @@ def below(run: Callable[..., Tensor], *args: object) -> Tensor:
     finally:
         _ft.push_dynamic_layer_stack(layer)
 
+
+# whether autocast is on for some device; where torch does not say, perhaps
+is_autocasting: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 _PROXY: Any = getattr(getattr(torch._C, "_TorchDispatchModeKey", None), "PROXY", None)
 

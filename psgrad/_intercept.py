@@ -104,10 +104,12 @@ class Intercept(TorchFunctionMode):
         self.lifts = False  # a new tensor gets a sample axis of its own, so that samples can be written into it
         self.repeats = False  # functions of parameters alone are computed per sample, so that they can be written to
 
-    def track(self, source: Source, wrapped: Tensor) -> None:
-        """Recognise `wrapped` as `source` whenever `fn` uses it."""
+    def track(self, source: Source) -> Tensor:
+        """What `fn` gets to hold for `source`, to be recognised whenever it is used."""
+        wrapped = ft.wrap(source.leaf, self.level)
         self.sources.append(source)
         self.tracked[id(wrapped)] = Param(source.value, source, wrapped)
+        return wrapped
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -230,11 +232,13 @@ class Intercept(TorchFunctionMode):
         """The parameters among `values`, and whether autograd follows another tensor there."""
         params: list[Param] = []
         graph = False
+        tracked = self.tracked
         for value in values:
+            if value is None:
+                continue
             if isinstance(value, Tensor):
-                param = self.tracked.get(id(value))
-                if param is not None:
-                    params.append(param)
+                if id(value) in tracked:
+                    params.append(tracked[id(value)])
                 elif value.requires_grad:  # of a batched tensor vmap says no
                     graph = True
             elif type(value) in (list, tuple):
@@ -334,7 +338,7 @@ class Intercept(TorchFunctionMode):
             return self._once(func, args, kwargs, params)
         try:
             named = {k: self._resolve(v) for k, v in kwargs.items()} if kwargs else kwargs
-            call = rule.bind(*map(self._resolve, args), **named)
+            call = rule.bind(*[self.tracked.get(id(a)) or self._resolve(a) for a in args], **named)
         except PsgradError:
             raise
         except TypeError:  # a wrong call: torch's own message is the better one
@@ -356,8 +360,8 @@ class Intercept(TorchFunctionMode):
             others = [p for p in call.others if isinstance(p, Param)]
             applied.use = self._listed(func, [p for p in params if p not in others], rule.name)
             self._listed(func, others, None, "an input of the op, not its weight")
-        lowered = [self._lower(t) for t in (call.x, *call.others)]
-        return ft.wrap(ft.below(self._applied, call, applied, *lowered), self.level)
+        others = [self._lower(t) for t in call.others] if call.others else ()
+        return ft.wrap(ft.below(self._applied, call, applied, self._lower(call.x), *others), self.level)
 
     def _lower(self, t: Any) -> Any:
         """The (N, ...) tensor behind an operand."""
@@ -437,13 +441,11 @@ class Intercept(TorchFunctionMode):
         for param in params:
             param.source.uses += 2  # its own use, and the one pulled back
         leaf = ft.below(lambda: value.expand(self.n, *value.shape).requires_grad_())
-        wrapped = ft.wrap(leaf, self.level)
 
-        def named() -> str:
+        def named(_: int) -> str:
             return f"{op}({', '.join(dict.fromkeys(p.source.name for p in params))})"
 
-        self.track(Source(len(self.sources), named, value, leaf, graph), wrapped)
-        return wrapped
+        return self.track(Source(len(self.sources), named, value, leaf, graph))
 
     def _answer(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A Python value from a batched tensor, where all samples give the same."""

@@ -115,14 +115,15 @@ def _strangers(params: Any, known: set[str]) -> Exception:
 
 
 _LOCKS: "weakref.WeakKeyDictionary[torch.nn.Module, threading.RLock]" = weakref.WeakKeyDictionary()
-Slot = tuple[torch.nn.Module, str, str, torch.nn.Parameter]
+Home = dict[str, Any]  # where a module holds parameters, or buffers
+Slot = tuple[Home, str, str, torch.nn.Parameter]
 
 
 def _slots(model: torch.nn.Module) -> list[Slot]:
-    """Where the model holds parameters: (module, key, name, parameter), a tied one under its first name."""
+    """Where the model holds parameters: (home, key, name, parameter), a tied one under its first name."""
     names: dict[int, str] = {}
     return [
-        (module, key, names.setdefault(id(p), f"{path}.{key}" if path else key), p)
+        (module._parameters, key, names.setdefault(id(p), f"{path}.{key}" if path else key), p)
         for path, module in model.named_modules()  # each module once, whatever the number of paths to it
         for key, p in module._parameters.items()
         if p is not None
@@ -140,24 +141,30 @@ class _Holding:
         self,
         slots: list[Slot],
         buffered: list[torch.nn.Module],
-        caches: list[tuple[dict[str, Any], str]],
+        caches: list[tuple[Home, str]],
         params: dict[str, Tensor],
     ) -> None:
         self.slots, self.buffered, self.caches, self.params = slots, buffered, caches, params
-        self.before: list[tuple[dict[str, Any], str, Any]] = []
+        self.before: list[tuple[Home, str, Any]] = []
 
     def __enter__(self) -> None:
-        params = self.params
-        new: list[tuple[dict[str, Any], str, Tensor]] = [  # all made before the first is put in place
-            (module._parameters, key, params[name] if name in params else p.detach())
-            for module, key, name, p in self.slots
-        ]
-        for module in self.buffered:
-            new += [(module._buffers, key, b.clone()) for key, b in module._buffers.items() if b is not None]
-        self.before = [(home, key, home[key]) for home, key, _ in new]
-        self.before += [(home, key, home[key]) for home, key in self.caches if key in home]
-        for home, key, value in new:
-            home[key] = value
+        params, before = self.params, self.before
+        try:
+            for home, key, name, p in self.slots:
+                before.append((home, key, home[key]))
+                home[key] = params[name] if name in params else p.detach()
+            for home, key in self.caches:
+                if key in home:
+                    before.append((home, key, home[key]))
+            for module in self.buffered:
+                home = module._buffers
+                for key, b in home.items():
+                    if b is not None:
+                        before.append((home, key, b))
+                        home[key] = b.clone()
+        except BaseException:
+            self.__exit__()
+            raise
 
     def __exit__(self, *_: object) -> None:
         for home, key, value in self.before:

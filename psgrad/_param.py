@@ -71,7 +71,7 @@ class Source:
     """
 
     index: int
-    named: Callable[[], str]  # its path, worked out when somebody asks
+    named: Callable[[int], str]  # its path from its index, worked out when somebody asks
     value: Tensor
     leaf: Tensor  # (N, *shape), stride 0 along N: what plain vmap differentiates
     graph: Tensor | None = None
@@ -79,7 +79,7 @@ class Source:
 
     @property
     def name(self) -> str:
-        return self.named()
+        return self.named(self.index)
 
     def traced(self) -> Tensor:
         """`value` as ordinary autograd follows it; made when the first function of it is computed."""

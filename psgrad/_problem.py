@@ -53,6 +53,11 @@ class Problem:
         """The paths of all parameters; worked out when asked for, which is seldom."""
         return paths(self.params_spec, "params")
 
+    @property
+    def requires_grad(self) -> bool:
+        """Whether a tensor of it is in the autograd graph."""
+        return any(isinstance(t, Tensor) and t.requires_grad for t in (*self.params, *self.batch))
+
     def rows(self, index: Index) -> "Problem":
         """The same for some of the samples only."""
         take = (lambda t: t[index]) if isinstance(index, slice) else (lambda t: t.index_select(0, index.to(t.device)))
@@ -219,12 +224,10 @@ def _flat_batch(
     batch: Any, in_dims: Any, own: Callable[[Tensor], Tensor]
 ) -> tuple[list[Any], list[bool], optree.PyTreeSpec, int]:
     leaves, spec = optree.tree_flatten(batch, none_is_leaf=True)
-    if (
-        type(in_dims) is int and in_dims == 0 and leaves and all(isinstance(t, Tensor) and t.dim() for t in leaves)
-    ):  # as most batches are
-        n = leaves[0].shape[0]
-        if all(t.shape[0] == n for t in leaves):
-            return [own(t) for t in leaves], [True] * len(leaves), spec, n
+    if type(in_dims) is int and in_dims == 0:
+        sizes = [t.shape[0] if isinstance(t, Tensor) and t.dim() else -1 for t in leaves]
+        if sizes and min(sizes) == max(sizes) >= 0:  # as most batches are
+            return [own(t) for t in leaves], [True] * len(leaves), spec, sizes[0]
     try:
         whole = type(in_dims) is int
         dims = [in_dims] * len(leaves) if whole else optree.broadcast_prefix(in_dims, batch, none_is_leaf=True)
@@ -234,7 +237,7 @@ def _flat_batch(
             f"  give one int, or a pytree prefix of the batch as in torch.vmap ({str(error).splitlines()[0]})."
         ) from None
     moved: list[Any] = []
-    sizes: dict[int, int] = {}
+    lengths: dict[int, int] = {}
     for i, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
         if leaf is None or dim is None:
             moved.append(own(leaf) if isinstance(leaf, Tensor) else leaf)
@@ -252,19 +255,19 @@ def _flat_batch(
                 f"{name} has shape {tuple(leaf.shape)}, which has no axis {dim}\n"
                 "  the sample axis is in_dims (0 unless given); in_dims=None shares a leaf between all samples."
             )
-        sizes[i] = leaf.shape[dim]
+        lengths[i] = leaf.shape[dim]
         moved.append(own(leaf) if dim == 0 else own(leaf).movedim(dim, 0))
-    if not sizes:
+    if not lengths:
         raise ArgumentError(
             "batch has no tensor with a sample axis\n  give at least one tensor, with in_dims other than None."
         )
-    if len(set(sizes.values())) > 1:
+    if len(set(lengths.values())) > 1:
         names = paths(spec, "batch")
-        lengths = ", ".join(f"{names[i]} has {size}" for i, size in sizes.items())
+        listed = ", ".join(f"{names[i]} has {length}" for i, length in lengths.items())
         raise ArgumentError(
-            f"batch leaves disagree on the number of samples: {lengths}\n"
+            f"batch leaves disagree on the number of samples: {listed}\n"
             "  every leaf needs one row per sample along its in_dims axis; in_dims=None shares a leaf."
         )
-    n = next(iter(sizes.values()))
+    n = next(iter(lengths.values()))
     batched = [leaf is not None and dim is not None for leaf, dim in zip(leaves, dims, strict=True)]
     return moved, batched, spec, n

@@ -141,8 +141,7 @@ def per_sample_norms(
         fn, params, batch, in_dims=in_dims, randomness=randomness, attached=differentiable, frugal=max_bytes is not None
     )
     n, (problem, index) = problem.n, _chunk.counting(problem, valid)
-    leaves = [t for t in (*problem.params, *problem.batch) if isinstance(t, Tensor)]
-    if differentiable and ft.current_level() is None and not any(t.requires_grad for t in leaves):
+    if differentiable and ft.current_level() is None and not problem.requires_grad:
         raise ArgumentError(
             "differentiable=True, but no leaf of params or batch requires grad\n  call requires_grad_() on some first."
         )
@@ -330,7 +329,7 @@ def clipped_grad(
     _chunk.refuse_inside_transforms("clipped_grad")
     check_nonfinite(nonfinite)
     problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness=randomness, frugal=max_bytes is not None)
-    bounds, bounds_spec, group = _bounds(max_norm, params)
+    bounds, bounds_spec, group = _bounds(max_norm, params, len(problem.params))
     n, (problem, index) = problem.n, _chunk.counting(problem, valid)
     with _engine.differentiating():
         try:
@@ -351,9 +350,8 @@ def clipped_grad(
     )
 
 
-def _bounds(max_norm: Any, params: Any) -> tuple[list[Any], optree.PyTreeSpec | None, list[int]]:
+def _bounds(max_norm: Any, params: Any, count: int) -> tuple[list[Any], optree.PyTreeSpec | None, list[int]]:
     """The bounds, their tree where they are one, and which of them each parameter is under."""
-    count = len(optree.tree_leaves(params))
     if isinstance(max_norm, (float, int)):
         return [check_max_norm(max_norm)], None, [0] * count
     leaves, spec = optree.tree_flatten(max_norm)

@@ -42,7 +42,18 @@ def backward(
 def bind_linear(input: Any, weight: Any, bias: Any = None) -> Call | Decline:
     if weight.dim() != 2 or (bias is not None and bias.dim() != 1):
         return Decline("the weight is not a matrix, or the bias not a vector")
+    if input.dim() == 2 and input.shape[0] == 1:  # as models see one sample: without the axis nothing is reshaped
+        return Call(input, (weight, bias), None, _without_ones, _with_ones)
     return Call(input, (weight, bias))
+
+
+def _without_ones(x: Tensor) -> Tensor:
+    """(N, 1, I) as (N, I)."""
+    return x.squeeze(1)
+
+
+def _with_ones(y: Tensor) -> Tensor:
+    return y.unsqueeze(1)
 
 
 def bind_bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Call | Decline:

@@ -37,9 +37,10 @@ def cross_entropy(options: Options, x: Tensor, target: Tensor) -> Tensor:
     """The losses (N,) of x (N, B, C, ...) and target (N, B, ...)."""
     reduction, ignored, smoothing = options
     each = F.cross_entropy(
-        x.flatten(0, 1), target.flatten(0, 1), ignore_index=ignored, reduction="none", label_smoothing=smoothing
+        _merged(x), _merged(target), ignore_index=ignored, reduction="none", label_smoothing=smoothing
     )
-    n, size = len(x), target.numel() // len(x)
+    n = x.shape[0]
+    size = target.numel() // n
     if size != 1:
         each = each.view(n, size).sum(1)
     if reduction == "sum":
@@ -48,6 +49,15 @@ def cross_entropy(options: Options, x: Tensor, target: Tensor) -> Tensor:
     if cheap and not _is_among(ignored, target):  # a look costs a quarter of a division and its backward
         return each / size if size != 1 else each
     return each / (target.reshape(n, size) != ignored).sum(1)  # none counted: 0 / 0, as torch has it
+
+
+def _merged(t: Tensor) -> Tensor:
+    """(N, B, ...) as (N B, ...); what `t` is a view of, where that is the same: autograd has a step less to follow."""
+    base = t._base
+    if base is not None and t.shape[1] == 1 and base.shape == t.shape[:1] + t.shape[2:]:
+        if base.is_contiguous() and t.is_contiguous():
+            return base
+    return t.flatten(0, 1)
 
 
 def _is_among(ignored: int, target: Tensor) -> bool:
