@@ -75,15 +75,17 @@ class Applied:
         if ft.is_autocasting() and torch.is_autocast_enabled(device := g.device.type):
             with torch.autocast(device, enabled=False):
                 return self.backward(g, x, values, saved, need_x)
-        x = x.detach() if x.requires_grad else x
-        apart = need_x and self.rule.native and True in self.tracked  # factors first: less is held at once
-        gx, factors = self.rule.backward(self.options, g, x, values, saved, Needs(need_x and not apart, self.tracked))
+        if x.requires_grad:
+            x = x.detach()
+        rule, options, tracked = self.rule, self.options, self.tracked
+        apart = need_x and rule.native and True in tracked  # factors first: less is held at once
+        gx, factors = rule.backward(options, g, x, values, saved, Needs(need_x and not apart, tracked))
         for param, factor in zip(self.params, factors, strict=True):
             if factor is not None and type(param) is Param:
                 self.sink.add(param, factor, self.use)
         if apart:
             del factors, factor
-            gx = self.rule.backward(self.options, g, x, values, saved, Needs(True, (False,) * len(self.tracked)))[0]
+            gx = rule.backward(options, g, x, values, saved, Needs(True, (False,) * len(tracked)))[0]
         return gx
 
 
@@ -96,18 +98,18 @@ class Tape:
         self.edges: list[GradientEdge] = []  # where the outputs were made: `fn` may change them in place later
         self.calls: list[tuple[Applied, Tensor, int, Any, torch.Size | None]] = []
 
-    def takes(self, applied: Applied, x: Tensor) -> bool:
-        small = x.nbytes <= _plan.SMALL and self.held <= _plan.SMALL_TOTAL
-        return small and applied.rule.native and not self.frugal and hooked() is None
+    def takes(self, rule: Rule, x: Tensor) -> bool:
+        small = rule.native and x.nbytes <= _plan.SMALL and self.held <= _plan.SMALL_TOTAL
+        return small and not self.frugal and hooked() is None
 
     def run(self, applied: Applied, x: Tensor) -> Tensor:
         """The output of a call."""
-        values, tracked = applied.values, applied.tracked
-        if True in tracked and not x.requires_grad:  # something has to; its own gradient is never asked for
-            first = tracked.index(True)
-            values = [v.detach().requires_grad_() if i == first else v for i, v in enumerate(values)]
+        values, ours = applied.values, True in applied.tracked
+        if ours and not x.requires_grad:  # something has to; its own gradient is never asked for
+            first = applied.tracked.index(True)
+            values = [*values[:first], values[first].detach().requires_grad_(), *values[first + 1 :]]
         y: Tensor = applied.rule.forward(applied.options, x, *values)[0]
-        if y.requires_grad and True in tracked:
+        if ours and y.requires_grad:
             made, shape = y, None
             if y._is_view():  # where `fn` changes it in place, the gradient passes by a view's own edge
                 base = y._base
@@ -162,11 +164,10 @@ _apply: Any = super(torch.autograd.Function, _Apply).apply  # without the checks
 
 def apply(applied: Applied, tape: Tape, anchor: Tensor | None, x: Tensor) -> Tensor:
     """The rule's output (N, ...) for the input (N, ...)."""
-    if True not in applied.tracked:
-        anchor = None
     if not ft.is_autocasting() or not torch.is_autocast_enabled(x.device.type):
-        y: Tensor = tape.run(applied, x) if tape.takes(applied, x) else _apply(applied, None, x, anchor)
-        return y
+        if tape.takes(applied.rule, x):
+            return tape.run(applied, x)
+        return _apply(applied, None, x, anchor if True in applied.tracked else None)  # type: ignore[no-any-return]
     device, dtype, kind = x.device.type, None, applied.rule.autocast
     if kind.endswith(" off the CPU"):
         kind = "keep" if device == "cpu" else kind.removesuffix(" off the CPU")
@@ -176,5 +177,5 @@ def apply(applied: Applied, tape: Tape, anchor: Tensor | None, x: Tensor) -> Ten
     elif kind == "float32" and x.dtype != torch.float64:
         x = x.float()
     with torch.autocast(device, enabled=False):
-        y = _apply(applied, dtype, x, anchor)
-    return y  # noqa: RET504
+        y: Tensor = _apply(applied, dtype, x, anchor if True in applied.tracked else None)
+    return y

@@ -39,13 +39,16 @@ def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
     return t if t.dtype is dtype else t.to(dtype)
 
 
+_vector_norm: Callable[..., Tensor] = torch.linalg.vector_norm
+
+
 def norms_of(grads: Tensor) -> Tensor:
     """Norms (N,) of gradients (N, *shape)."""
     if grads.dim() != 2:
         grads = grads.flatten(1) if grads.dim() > 2 else grads[:, None]
-    dtype = torch.float32 if grads.element_size() < 4 else None
-    norms: Tensor = torch.linalg.vector_norm(grads, dim=1, dtype=dtype)  # a tenth of bmm's or einsum's time
-    return norms
+    if grads.element_size() < 4:
+        return _vector_norm(grads, dim=1, dtype=torch.float32)
+    return _vector_norm(grads, dim=1)  # a tenth of bmm's or einsum's time
 
 
 def norm_of_norms(norms: Sequence[Tensor]) -> Tensor:
@@ -275,9 +278,11 @@ class Outer(Factor):
         return product(g, x, out=out)
 
     def norms(self) -> Tensor:
+        if self.x.dim() == 2:
+            return norms_of(self.x).mul_(norms_of(self.g))
         x, g = (own := self._plain).x, own.g
         if x.dim() == 2:
-            return norms_of(x).mul_(norms_of(g))
+            return own.norms()
         if x.dim() == 4:
             return norms_of(Outer(x.flatten(0, 1), g.flatten(0, 1)).norms().view(x.shape[:2]))
         n, t, i = x.shape

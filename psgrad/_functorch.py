@@ -79,10 +79,10 @@ def is_differentiated(t: Tensor) -> bool:
 
 def lower(t: Tensor, n: int, level: int) -> Tensor:
     """The (N, ...) tensor behind a batched one; an unbatched one is the same for every sample."""
-    if not is_batched(t, level):
+    if _ft.maybe_get_level(t) != level or not _ft.is_batchedtensor(t):
         return t.expand(n, *t.shape)
-    dim, inner = _ft.maybe_get_bdim(t), _ft.get_unwrapped(t)
-    return inner.movedim(dim, 0) if dim else inner  # type: ignore[no-any-return]
+    inner: Tensor = _ft.get_unwrapped(t)
+    return inner.movedim(dim, 0) if (dim := _ft.maybe_get_bdim(t)) else inner
 
 
 def wrap(t: Tensor, level: int) -> Tensor:

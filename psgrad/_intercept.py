@@ -19,7 +19,7 @@ import sys
 import types
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,6 +50,7 @@ from ._pure import PURE, VIEWS
 from ._registry import RULES, Call, Composite, Decline, Entry, Fold, Rule
 
 _hooked = _checkpoint.hooked
+_SEQUENCES = (list, tuple)
 _TRUTHS = (torch.Tensor.__bool__, torch.is_nonzero)
 _TELLING = frozenset(["out", "inplace", "requires_grad"])  # keywords that make a call more than a computation
 _SPECIAL = (
@@ -58,6 +59,15 @@ _SPECIAL = (
     | MAKERS
     | {ATTENTION, IS_NESTABLE, REQUIRES_GRAD, SET_REQUIRES_GRAD, torch.Tensor.requires_grad_, *GRAPHS}
 )
+
+
+class Operands(NamedTuple):
+    """The arguments of a call, as the mode sees them."""
+
+    resolved: list[Any]  # parameters as Param
+    params: list[Param]
+    samples: bool  # a tensor other than a parameter differs between samples
+    graph: bool  # autograd follows a tensor other than a parameter
 
 
 @lru_cache(4096)
@@ -115,23 +125,24 @@ class Intercept(TorchFunctionMode):
         kwargs = kwargs or {}
         if _hooked() is not None:
             _checkpoint.follow(self._again)
-        params, graph = self._look((*args, *kwargs.values()) if kwargs else args)
-        rule = RULES.get(func)
+        seen = self._look((*args, *kwargs.values()) if kwargs else args)
+        params, graph, rule = seen.params, seen.graph, RULES.get(func)
         if rule is None and not params and not graph and _is_ordinary(func) and kwargs.keys().isdisjoint(_TELLING):
             return func(*args, **kwargs)  # as most calls are: 2 us on top of vmap's own
         if graph and not minds(func):
             args, kwargs = self._freeze(func, args, kwargs)
+            seen = self._look((*args, *kwargs.values()))
         if func in _masks.FUNCTIONS and ft.current_level() == self.level:
             call = _masks.rewritten(func, args, kwargs, self.n, self.level, _split)
             if call is not None:
                 with self:
                     return call[0](*call[1], **call[2])
         if rule is not None:
-            return self._ruled(rule, func, args, kwargs, params)
+            return self._ruled(rule, func, args, kwargs, seen)
         if func in ANSWERS:
             return self._answer(func, args, kwargs)
         if func in PURE:
-            return self._pure(func, args, kwargs, params)
+            return self._pure(func, args, kwargs, seen)
         if func == REQUIRES_GRAD and ft.current_level() == self.level and not _is_torchs(sys._getframe(1)):
             return self._requires_grad(args[0])
         if func in GRAPHS and ft.current_level() == self.level and ft.is_batched(args[0], self.level):
@@ -222,40 +233,28 @@ class Intercept(TorchFunctionMode):
 
     # ---- parameters among the arguments ------------------------------------------------------------
 
-    def _resolve(self, value: Any) -> Any:
-        """`value` with every tracked tensor replaced by its Param."""
-        if type(value) in (list, tuple):
-            return type(value)([self._resolve(v) for v in value])
-        return self.tracked.get(id(value), value)
-
-    def _look(self, values: Any) -> tuple[list[Param], bool]:
-        """The parameters among `values`, and whether autograd follows another tensor there."""
+    def _look(self, values: Iterable[Any]) -> Operands:
+        """What there is among the arguments of a call. One loop: it runs for every call that `fn` makes."""
+        tracked, level = self.tracked, self.level
+        resolved: list[Any] = []
         params: list[Param] = []
-        graph = False
-        tracked = self.tracked
+        samples = graph = False
         for value in values:
-            if value is None:
-                continue
             if isinstance(value, Tensor):
                 if id(value) in tracked:
-                    params.append(tracked[id(value)])
+                    value = tracked[id(value)]
+                    params.append(value)
                 elif value.requires_grad:  # of a batched tensor vmap says no
                     graph = True
-            elif type(value) in (list, tuple):
-                inner, other = self._look(value)
-                params += inner
-                graph = graph or other
-        return params, graph
-
-    def _sampled(self, values: Iterable[Any]) -> bool:
-        """Whether a tensor among `values`, other than a parameter, differs between samples."""
-        for value in values:
-            if isinstance(value, Tensor):
-                if id(value) not in self.tracked and ft.is_batched(value, self.level):
-                    return True
-            elif type(value) in (list, tuple) and self._sampled(value):
-                return True
-        return False
+                elif not samples:
+                    samples = ft.is_batched(value, level)
+            elif type(value) in _SEQUENCES:
+                inner = self._look(value)
+                value = type(value)(inner.resolved)
+                params += inner.params
+                samples, graph = samples or inner.samples, graph or inner.graph
+            resolved.append(value)
+        return Operands(resolved, params, samples, graph)
 
     def _changes(self, func: Any, param: Param) -> UnsupportedOpError:
         return UnsupportedOpError(
@@ -273,9 +272,9 @@ class Intercept(TorchFunctionMode):
         if ft.current_level() != self.level:
             return
         if not self.lifts and not ft.is_batched(target, self.level):
-            others = (*args[1:], *kwargs.values())
+            others = self._look((*args[1:], *kwargs.values()))
             drawn = func in DRAWS and self.randomness == "different"
-            if drawn or self._look(others)[0] or self._sampled(others):
+            if drawn or others.params or others.samples:
                 raise Retry("lifts")
         lowered = ft.lower(target, self.n, self.level)
         if any(shares_memory(lowered, source.value) for source in self.sources[self.roots :]):
@@ -319,10 +318,11 @@ class Intercept(TorchFunctionMode):
         self._unruled(func, params, reason)
         return func(*args, **kwargs)
 
-    def _ruled(self, rule: Entry, func: Any, args: Any, kwargs: Any, params: list[Param]) -> Any:
+    def _ruled(self, rule: Entry, func: Any, args: Any, kwargs: Any, seen: Operands) -> Any:
+        params = seen.params
         if not params:
             plain = isinstance(rule, Rule) and rule.only_params  # as good without parameters
-            if plain or not self._sampled((*args, *kwargs.values())):
+            if plain or not seen.samples:
                 return func(*args, **kwargs)
         if isinstance(rule, Composite):
             with self:  # its parts come here again
@@ -331,14 +331,17 @@ class Intercept(TorchFunctionMode):
             return self._plain(func, args, kwargs, params, "inside another transform")
         if isinstance(rule, Fold):
             return self._folded(rule, func, args, kwargs, params)
-        samples = not params or self._sampled(args) or (bool(kwargs) and self._sampled(kwargs.values()))
-        if not samples and rule.only_params:  # a weight made of weights, not a weight at work
+        if not seen.samples and rule.only_params:  # a weight made of weights, not a weight at work
             if self.repeats:
                 return self._plain(func, args, kwargs, params, "a function of parameters is changed in place")
             return self._once(func, args, kwargs, params)
         try:
-            named = {k: self._resolve(v) for k, v in kwargs.items()} if kwargs else kwargs
-            call = rule.bind(*[self.tracked.get(id(a)) or self._resolve(a) for a in args], **named)
+            given = seen.resolved
+            if kwargs:
+                named = dict(zip(kwargs, given[len(args) :], strict=True))
+                call = rule.bind(*given[: len(args)], **named)
+            else:
+                call = rule.bind(*given)
         except PsgradError:
             raise
         except TypeError:  # a wrong call: torch's own message is the better one
@@ -348,7 +351,7 @@ class Intercept(TorchFunctionMode):
         if call.is_complex:
             return self._plain(func, args, kwargs, params, "complex numbers")
         applied = Applied(rule, call.options, call.params, self.sink)
-        if not samples and not applied.constants and isinstance(call.x, Param) and not self.repeats:
+        if not seen.samples and not applied.constants and isinstance(call.x, Param) and not self.repeats:
             return self._once(func, args, kwargs, params)  # a standardised weight, say
         for constant in applied.constants:
             if ft.is_batched(constant, self.level):
@@ -360,8 +363,8 @@ class Intercept(TorchFunctionMode):
             others = [p for p in call.others if isinstance(p, Param)]
             applied.use = self._listed(func, [p for p in params if p not in others], rule.name)
             self._listed(func, others, None, "an input of the op, not its weight")
-        others = [self._lower(t) for t in call.others] if call.others else ()
-        return ft.wrap(ft.below(self._applied, call, applied, self._lower(call.x), *others), self.level)
+        lowered = [self._lower(t) for t in call.others] if call.others else ()
+        return ft.wrap(ft.below(self._applied, call, applied, self._lower(call.x), *lowered), self.level)
 
     def _lower(self, t: Any) -> Any:
         """The (N, ...) tensor behind an operand."""
@@ -388,12 +391,12 @@ class Intercept(TorchFunctionMode):
         lowered = map(self._lower, tensors)
         return ft.wrap(ft.below(rule.run, options, *lowered), self.level)
 
-    def _pure(self, func: Any, args: Any, kwargs: Any, params: list[Param]) -> Any:
+    def _pure(self, func: Any, args: Any, kwargs: Any, seen: Operands) -> Any:
+        params = seen.params
         if not params:
             out = func(*args, **kwargs)
             return self._lifted(out) if self.lifts and func in MAKERS else out
-        samples = self._sampled((*args, *kwargs.values()))
-        if samples or ft.current_level() != self.level or (self.repeats and func not in VIEWS):
+        if seen.samples or ft.current_level() != self.level or (self.repeats and func not in VIEWS):
             return self._plain(func, args, kwargs, params, "no rule for this function")
         return self._once(func, args, kwargs, params)
 

@@ -202,10 +202,11 @@ class NormSink(FactorSink):
 
     def add(self, param: Param, factor: Factor, use: object = None) -> None:
         source = param.source
-        if source.index in self.taken:
+        index = source.index
+        if index in self.taken:
             raise Again
-        if self.hasty and source.uses == 1 and source.index < len(self.params) and 0 not in param.value.stride():
-            self.taken[source.index] = factor.norms()
+        if source.uses == 1 and self.hasty and index < len(self.params) and 0 not in param.value.stride():
+            self.taken[index] = factor.norms()
         else:
             super().add(param, factor, use)
 

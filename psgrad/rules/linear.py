@@ -24,19 +24,15 @@ def forward(options: None, x: Tensor, weight: Tensor, bias: Tensor | None) -> tu
 
 def backward(
     options: None, g: Tensor, x: Tensor, params: Sequence[Tensor | None], saved: Any, needs: Needs
-) -> tuple[Tensor | None, list[Factor | None]]:
-    weight, _ = params
+) -> tuple[Tensor | None, Sequence[Factor | None]]:
+    weight, (of_weight, of_bias) = params[0], needs.params
     assert weight is not None
     gx = torch.matmul(g, weight) if needs.x else None
-    factors: list[Factor | None] = [None, None]
-    if weight.dim() == 2 and x.dim() > 2:
+    if x.dim() > 2 and weight.dim() == 2:
         n, *t, _ = x.shape
         x, g = (v.reshape(n, v.shape[-1]) if prod(t) == 1 else as_rows(v) for v in (x, g))
-    if needs.params[0]:
-        factors[0] = Outer(x, g)
-    if needs.params[1]:
-        factors[1] = Dense(g, own=False) if g.dim() == 2 else Dense(g.sum(1))
-    return gx, factors
+    bias = (Dense(g, own=False) if g.dim() == 2 else Dense(g.sum(1))) if of_bias else None
+    return gx, (Outer(x, g) if of_weight else None, bias)
 
 
 def bind_linear(input: Any, weight: Any, bias: Any = None) -> Call | Decline:

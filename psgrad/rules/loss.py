@@ -54,10 +54,8 @@ def cross_entropy(options: Options, x: Tensor, target: Tensor) -> Tensor:
 def _merged(t: Tensor) -> Tensor:
     """(N, B, ...) as (N B, ...); what `t` is a view of, where that is the same: autograd has a step less to follow."""
     base = t._base
-    if base is not None and t.shape[1] == 1 and base.shape == t.shape[:1] + t.shape[2:]:
-        if base.is_contiguous() and t.is_contiguous():
-            return base
-    return t.flatten(0, 1)
+    alike = base is not None and base.shape == (t.shape[0] * t.shape[1], *t.shape[2:])
+    return base if alike and base.is_contiguous() and t.is_contiguous() else t.flatten(0, 1)  # type: ignore[union-attr, return-value]
 
 
 def _is_among(ignored: int, target: Tensor) -> bool:
