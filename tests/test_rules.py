@@ -346,13 +346,14 @@ def test_group_norm_of_strides_that_look_like_channels_last() -> None:
     psgrad.testing.check(fn, params, x)
 
 
-def test_layer_norm_of_long_samples() -> None:
-    """Where the kernel runs for each sample."""
-    x = draw(2, 3, 1 << 16)
+@pytest.mark.parametrize(("positions", "width"), [(16, 1 << 12), (3, 1 << 16)])
+def test_layer_norm_of_long_samples(positions: int, width: int) -> None:
+    """Where the kernel runs for each sample, and where rows are too few for that."""
+    x = draw(2, positions, width)
     for frozen in ((), ("b",), ("w",)):
-        given = {name: draw(1 << 16) for name in ("w", "b")}
-        params = {name: p for name, p in given.items() if name not in frozen} | {"s": draw(3, 1)}
-        fn = lambda p, x, given=given: loss(F.layer_norm(x * p["s"], (1 << 16,), (given | p)["w"], (given | p)["b"]))
+        given = {name: draw(width) for name in ("w", "b")}
+        params = {name: p for name, p in given.items() if name not in frozen} | {"s": draw(positions, 1)}
+        fn = lambda p, x, given=given: loss(F.layer_norm(x * p["s"], (width,), (given | p)["w"], (given | p)["b"]))
         psgrad.testing.check(fn, params, x)
 
 
