@@ -15,12 +15,13 @@ from . import _engine
 from ._errors import ArgumentError, PsgradError
 from ._intercept import Diverged
 from ._problem import Problem
+from ._scratch import scratch
 
 Run = Callable[[Problem, Callable[[Problem], Any], Callable[[Any], None]], None]  # `_engine.run`, or a stand-in
 
 
 class Meter(TorchDispatchMode):
-    """Follows the storages that come to life under it: bytes alive now, and the most at any time."""
+    """Follows the storages that come to life under it: bytes alive now, and the most at any time, kernels' own too."""
 
     def __init__(self, known: list[Tensor]) -> None:
         super().__init__()
@@ -33,6 +34,7 @@ class Meter(TorchDispatchMode):
         for t in out if isinstance(out, (list, tuple)) else (out,):
             if isinstance(t, Tensor):
                 self._meet(t)
+        self.peak = max(self.peak, self.alive + scratch(func, args, out))
         return out
 
     def _meet(self, t: Tensor) -> None:
@@ -41,7 +43,6 @@ class Meter(TorchDispatchMode):
         if key not in self.seen:
             self.seen.add(key)
             self.alive += storage.nbytes()
-            self.peak = max(self.peak, self.alive)
             weakref.finalize(storage, self._part, key, storage.nbytes())
 
     def _part(self, key: int, size: int) -> None:
