@@ -1,11 +1,17 @@
-"""Memory as the system sees it: what kernels take is known, max_bytes holds."""
+"""Memory as the system sees it: what kernels take is known, max_bytes holds; few runs choose a chunk size."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
+
+import psgrad
+from psgrad import _memory
 
 resident = pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="Linux says how much memory a process takes"
@@ -129,3 +135,30 @@ for dtype in (torch.float32, torch.float64):
 def test_max_bytes_holds_for_what_the_process_takes() -> None:
     for peak, bound in in_process(_BOUNDED):
         assert 0.4 * bound < peak <= 1.1 * bound + FLOOR
+
+
+# ---- the choice of a chunk size ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [7, 32, 100])
+@pytest.mark.parametrize("fixed", [0, 50, 1000])
+@pytest.mark.parametrize("bend", [0, 200])
+def test_a_chunk_size_is_chosen_in_few_runs(n: int, fixed: int, bend: int) -> None:
+    """As few chunks as there can be; where memory is proportional to samples, from two runs."""
+    sizes = lambda m: fixed + 100 * m + min(bend, 30 * m)
+    problem: Any = SimpleNamespace(n=n)
+    for bound in (sizes(1), sizes(2), sizes(n // 2) + 1, sizes(n) - 1, sizes(n)):
+        with mock.patch.object(_memory, "peak_bytes", side_effect=lambda _, m, *rest: sizes(m)) as runs:
+            found = _memory._most(problem, bound, mock.sentinel.work, {})
+        fits = [m for m in range(1, n + 1) if sizes(m) <= bound]
+        assert found == _memory._even(n, max(fits))
+        assert runs.call_count <= (2 if fixed == bend == 0 else 4)
+
+
+def test_a_bound_for_which_one_sample_is_too_much() -> None:
+    problem: Any = SimpleNamespace(n=9)
+    with (
+        mock.patch.object(_memory, "peak_bytes", side_effect=lambda _, m, *rest: 1000 + m),
+        pytest.raises(psgrad.ArgumentError, match="max_bytes=1,000 is too little: one sample at a time needs 1,001"),
+    ):
+        _memory._most(problem, 1000, mock.sentinel.work, {})
