@@ -15,12 +15,13 @@ from . import _engine
 from ._errors import ArgumentError, PsgradError
 from ._intercept import Diverged
 from ._problem import Problem
+from ._scratch import scratch
 
 Run = Callable[[Problem, Callable[[Problem], Any], Callable[[Any], None]], None]  # `_engine.run`, or a stand-in
 
 
 class Meter(TorchDispatchMode):
-    """Follows the storages that come to life under it: bytes alive now, and the most at any time."""
+    """Follows the storages that come to life under it: bytes alive now, and the most at any time, kernels' own too."""
 
     def __init__(self, known: list[Tensor]) -> None:
         super().__init__()
@@ -33,6 +34,7 @@ class Meter(TorchDispatchMode):
         for t in out if isinstance(out, (list, tuple)) else (out,):
             if isinstance(t, Tensor):
                 self._meet(t)
+        self.peak = max(self.peak, self.alive + scratch(func, args, out))
         return out
 
     def _meet(self, t: Tensor) -> None:
@@ -41,7 +43,6 @@ class Meter(TorchDispatchMode):
         if key not in self.seen:
             self.seen.add(key)
             self.alive += storage.nbytes()
-            self.peak = max(self.peak, self.alive)
             weakref.finalize(storage, self._part, key, storage.nbytes())
 
     def _part(self, key: int, size: int) -> None:
@@ -123,8 +124,7 @@ def chunk_size(problem: Problem, max_bytes: int, work: Work) -> int:
         known = _PEAKS.setdefault(problem.fn, {})  # a choice of memory, never of the answer: safe to remember
     except TypeError:  # a callable that takes no weak reference
         known = {}
-    most = _most(problem, max_bytes, work, known.setdefault(key, {}))
-    return -(-problem.n // -(-problem.n // most))
+    return _most(problem, max_bytes, work, known.setdefault(key, {}))
 
 
 def _most(problem: Problem, max_bytes: int, work: Work, peaks: dict[int, int]) -> int:
@@ -137,7 +137,8 @@ def _most(problem: Problem, max_bytes: int, work: Work, peaks: dict[int, int]) -
 
     if peak(problem.n) <= max_bytes:
         return problem.n
-    if peak(1) > max_bytes:
+    likely = _even(problem.n, max(1, problem.n * max_bytes // peak(problem.n)))  # each sample takes about as much
+    if peak(likely) > max_bytes and peak(1) > max_bytes:
         raise ArgumentError(
             f"max_bytes={max_bytes:,} is too little: one sample at a time needs {peak(1):,}\n"
             f"  give at least max_bytes={peak(1)}, or make the sample smaller."
@@ -146,8 +147,13 @@ def _most(problem: Problem, max_bytes: int, work: Work, peaks: dict[int, int]) -
         low = max(n for n, size in peaks.items() if size <= max_bytes)
         high = min(n for n, size in peaks.items() if size > max_bytes and n > low)
         share = (max_bytes - peaks[low]) / max(peaks[high] - peaks[low], 1)
-        middle = min(low + int(share * (high - low)), high - 1)
-        if middle == low or -(-problem.n // low) == -(-problem.n // (high - 1)):  # no fewer chunks to be had
+        middle = _even(problem.n, min(low + int(share * (high - low)), high - 1))
+        if middle <= low:  # no fewer chunks to be had
             break
         peak(middle)
     return max(n for n, size in peaks.items() if size <= max_bytes)
+
+
+def _even(n: int, most: int) -> int:
+    """The size of the chunks of n samples when there are as few as with `most` in each, and all about the same."""
+    return -(-n // -(-n // most))

@@ -56,17 +56,17 @@ class Patches(Factor):
             x, g = (t[part].transpose(0, 1).reshape(t.shape[1], -1, *t.shape[3:]) for t in (self.x, self.g))
             n = min(tile, len(self.x) - start)
             geometry = self.geometry._replace(groups=n * self.geometry.groups)
-            grads = weight_gradient(x, g, geometry, (n * shape[1], *shape[2:])).view(n, *shape[1:])
+            grads = weight_gradient(x, g, geometry, (n * shape[1], *shape[2:]), None if out is None else out[part])
             if out is None:
-                return grads
-            out[part].copy_(grads)
+                return grads.view(shape)
+            out[part].copy_(grads.view(n, *shape[1:]))
         assert out is not None
         return out
 
     def _loop(self, out: Tensor) -> Tensor:
         """The ordinary weight gradient of each sample."""
         for x, g, grads in zip(self.x, self.g, out, strict=True):
-            grads.copy_(weight_gradient(x, g, self.geometry, self.shape))
+            grads.copy_(weight_gradient(x, g, self.geometry, self.shape, grads))
         return out
 
     def _pointwise(self, out: Tensor) -> Tensor:
@@ -135,10 +135,19 @@ class Patches(Factor):
         return weight_gradient(x, g, self.geometry, self.shape)
 
 
-def weight_gradient(x: Tensor, g: Tensor, geometry: _plan.ConvGeometry, shape: tuple[int, ...]) -> Tensor:
-    """The ordinary gradient of a weight of this shape; x (B, C, *S), g (B, O, *S')."""
+def weight_gradient(
+    x: Tensor, g: Tensor, geometry: _plan.ConvGeometry, shape: tuple[int, ...], place: Tensor | None = None
+) -> Tensor:
+    """The ordinary gradient of a weight of this shape; x (B, C, *S), g (B, O, *S').
+
+    torch asks for the weight, of which only the shape is read; `place` is memory of as many numbers to stand for it.
+    """
     stride, padding, dilation, groups = geometry
-    weight = g.new_empty(1).expand(shape)  # only its shape is read
+    recorded = torch.is_grad_enabled() and (x.requires_grad or g.requires_grad)  # a graph would keep it, as it was
+    if place is not None and place.is_contiguous() and place.dtype == g.dtype and not recorded:
+        weight = place.view(shape)
+    else:
+        weight = g.new_empty(shape)  # never touched; one number expanded would be copied to all of its size
     grads: Tensor = torch.ops.aten.convolution_backward(
         g, x, weight, None, stride, padding, dilation, False, [0] * len(stride), groups, [False, True, False]
     )[1]
