@@ -69,7 +69,7 @@ current_level: Callable[[], int | None] = _ft.maybe_current_level  # of the inne
 
 def is_batched(t: Tensor, level: int) -> bool:
     """Whether `t` carries the sample axis of the vmap at `level`."""
-    return _ft.maybe_get_level(t) == level and _ft.is_batchedtensor(t)  # type: ignore[no-any-return]
+    return _ft.maybe_get_level(t) == level and _ft.is_batchedtensor(t)
 
 
 def is_differentiated(t: Tensor) -> bool:
@@ -87,7 +87,7 @@ def lower(t: Tensor, n: int, level: int) -> Tensor:
 
 def wrap(t: Tensor, level: int) -> Tensor:
     """`t` of shape (N, ...) as the vmap at `level` hands it to the function."""
-    return _ft._add_batch_dim(t, 0, level)  # type: ignore[no-any-return]
+    return _ft._add_batch_dim(t, 0, level)
 
 
 def below(run: Callable[..., Tensor], *args: object) -> Tensor:
