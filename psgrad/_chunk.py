@@ -8,10 +8,10 @@ import optree
 import torch
 from torch import Tensor
 
-from . import _engine
+from . import _engine, _plan
 from . import _functorch as ft
 from ._errors import ArgumentError
-from ._factored import Block, FactoredGrads, Meta, norm_of_all
+from ._factored import Block, FactoredGrads, Meta, gathered, norm_of_all, norms_of_block, norms_of_param
 from ._factors import cast, wide, widest
 from ._memory import Run, Work
 from ._problem import Problem, rewind
@@ -24,20 +24,33 @@ def metas(problem: Problem) -> tuple[Meta, ...]:
     return tuple(Meta(p.shape, p.dtype, p.device) for p in problem.params)
 
 
-def factored(problem: Problem, run: Run = _engine.run) -> FactoredGrads:
-    """The factors of all samples."""
+def kept(problem: Problem, run: Run = _engine.run) -> tuple[list[Block], _engine.Outcome]:
+    """The factors of all samples, and what came out besides."""
     blocks: list[Block] = []
     outcomes: list[_engine.Outcome] = []
 
     def take(part: _engine.Part[FactorSink]) -> None:
         index = None if part.index is None else part.index.to(problem.params[0].device)
-        blocks.append(Block(index, tuple(part.sink.result())))
+        blocks.append(Block(index, tuple(part.sink.result()), part.sink.held <= _plan.SMALL_TOTAL))
         outcomes.append(part.outcome)
 
     run(problem, lambda p: FactorSink(p.params, p.n), take)
-    outcome = _engine.join(outcomes, [block.index for block in blocks])
+    return blocks, _engine.join(outcomes, [block.index for block in blocks])
+
+
+def factored(problem: Problem, run: Run = _engine.run) -> FactoredGrads:
+    """The same, to ask questions of."""
+    blocks, outcome = kept(problem, run)
     aux = optree.tree_unflatten(outcome.aux_spec, outcome.aux) if outcome.aux_spec is not None else None
     return FactoredGrads(tuple(blocks), metas(problem), problem.params_spec, problem.n, outcome.values, aux)
+
+
+def norms_of(problem: Problem, blocks: Sequence[Block], *, per_param: bool = False) -> list[Tensor]:
+    """Norms (N,) of what is kept, or those of each parameter."""
+    lead, dtype, device = (problem.n,), dtype_of(problem), problem.params[0].device
+    if not per_param:
+        return [gathered(blocks, lead, norms_of_block, dtype, device)]
+    return [gathered(blocks, lead, partial(norms_of_param, i), dtype, device) for i in range(len(problem.params))]
 
 
 def norms(

@@ -36,6 +36,7 @@ class Block:
 
     index: Tensor | None  # (n,) among all samples; None: all, in order
     kept: tuple[Kept, ...]
+    small: bool = False  # so little is held that the order of sums does not matter
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Block":
         index = None if self.index is None else change(self.index)
@@ -81,27 +82,16 @@ class FactoredGrads:
         return optree.tree_unflatten(self._spec, list(leaves))
 
     def _gathered(self, lead: tuple[int, ...], quantity: Callable[[Block], Tensor | None]) -> Tensor:
-        """Rows of every block at the places of their samples; None are zeros."""
         dtype = widest(*[meta.dtype for meta in self._metas])
-        if len(self._blocks) == 1 and self._blocks[0].index is None:
-            found = quantity(self._blocks[0])
-            if found is not None:
-                return cast(found, dtype)
-        out = torch.zeros(lead, dtype=dtype, device=self._metas[0].device)
-        for block in self._blocks:
-            found = quantity(block)
-            if found is not None:
-                where = slice(None) if block.index is None else block.index
-                out[where] = found.to(dtype)
-        return out
+        return gathered(self._blocks, lead, quantity, dtype, self._metas[0].device)
 
     # ---- one number per sample ----------------------------------------------------------------------------
 
     def norms(self, *, per_param: bool = False) -> Any:
         """Norms (N,); with `per_param` those of each parameter, a pytree like params."""
         if per_param:
-            return self._tree([self._gathered((self._n,), partial(_norms_of, i)) for i in range(len(self._metas))])
-        return self._gathered((self._n,), lambda block: norm_of_all([kept.norms() for kept in block.kept]))
+            return self._tree([self._gathered((self._n,), partial(norms_of_param, i)) for i in range(len(self._metas))])
+        return self._gathered((self._n,), norms_of_block)
 
     def sq_norms(self, *, per_param: bool = False) -> Any:
         """Squared norms (N,); with `per_param` those of each parameter, a pytree like params."""
@@ -162,12 +152,8 @@ class FactoredGrads:
 
     def _add_sums(self, weights: Sequence[Tensor] | None, totals: list[Tensor | None], counted: bool = False) -> None:
         """The same, added to `totals`. `counted`: no weight is 0, or it does not matter."""
-        for index, kept in self._parts():
-            add_sums(index, kept, weights, totals, counted)
-
-    def _parts(self) -> "list[tuple[Tensor | None, list[Kept | None]]]":
-        """What is kept of each block's samples, to be let go by those who need it once."""
-        return [(block.index, list(block.kept)) for block in self._blocks]
+        for block in self._blocks:
+            add_sums(block.index, list(block.kept), weights, totals, counted)
 
     def _spread(self, mean: Sequence[Tensor]) -> list[Tensor]:
         """The sums of squared differences from `mean`."""
@@ -265,12 +251,42 @@ class FactoredGrads:
         return FactoredGrads(tuple(moved), tuple(metas), self._spec, self._n, self.values.to(device), aux)
 
 
+def gathered(
+    blocks: Sequence[Block],
+    lead: tuple[int, ...],
+    quantity: Callable[[Block], Tensor | None],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """Rows of every block at the places of their samples; None are zeros."""
+    if len(blocks) == 1 and blocks[0].index is None:
+        found = quantity(blocks[0])
+        if found is not None:
+            return cast(found, dtype)
+    out = torch.zeros(lead, dtype=dtype, device=device)
+    for block in blocks:
+        found = quantity(block)
+        if found is not None:
+            where = slice(None) if block.index is None else block.index
+            out[where] = found.to(dtype)
+    return out
+
+
+def norms_of_param(i: int, block: Block) -> Tensor | None:
+    return block.kept[i].norms()
+
+
+def norms_of_block(block: Block) -> Tensor | None:
+    return norm_of_all([kept.norms() for kept in block.kept])
+
+
 def add_sums(
     index: Tensor | None,
     kept: "list[Kept | None]",
     weights: Sequence[Tensor] | None,
     totals: list[Tensor | None],
     counted: bool = False,
+    ordered: bool = True,
 ) -> None:
     """The weighted sums of a block's gradients, added to `totals`; what is kept is taken out as it is summed.
 
@@ -278,7 +294,7 @@ def add_sums(
     others by what they free. For the MLP of the benchmarks a peak of 9.6 MB in place of 14.7.
     """
     given = w = there = None
-    for i in sorted(range(len(kept)), key=[_freed(k) for k in kept].__getitem__):
+    for i in sorted(range(len(kept)), key=[_freed(k) for k in kept].__getitem__) if ordered else range(len(kept)):
         own, kept[i] = kept[i], None
         if own is None or not own.terms:
             continue
@@ -351,10 +367,6 @@ def check_max_norm(max_norm: Any, where: str = "max_norm") -> Any:
     if (number or not ft.is_recorded()) and not float(max_norm) > 0:
         raise ArgumentError(f"{where}={float(max_norm)} is not positive\n  give a positive number; inf clips nothing.")
     return max_norm.detach().reshape(()) if isinstance(max_norm, Tensor) else max_norm
-
-
-def _norms_of(i: int, block: Block) -> Tensor | None:
-    return block.kept[i].norms()
 
 
 def norm_of_all(norms: Sequence[Tensor | None]) -> Tensor | None:

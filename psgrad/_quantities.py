@@ -393,11 +393,10 @@ def _clip_work(whole: Problem) -> Work:
     def do(problem: Problem, run: Run) -> object:
         metas = _chunk.metas(problem)
         totals: list[Tensor | None] = [None if problem.n == whole.n else meta.new() for meta in metas]
-        fg = _chunk.factored(problem, run)
-        norms, parts = fg.norms(), fg._parts()
-        del fg
-        for index, kept in parts:
-            add_sums(index, kept, [norms] * len(metas), totals, counted=True)
+        blocks, _ = _chunk.kept(problem, run)
+        (norms,) = _chunk.norms_of(problem, blocks)
+        while blocks:
+            _sum(blocks.pop(0), [norms] * len(metas), totals, counted=True)
         return totals
 
     return _chunk.summing("clipped", do, whole, in_place=True)
@@ -410,28 +409,33 @@ def _clipped(
     totals = _chunk.no_totals(problem)
     all_norms, all_values, good = [], [], True
     for _, chunk in _chunk.chunks(problem, step):
-        fg = _chunk.factored(chunk)
-        if len(bounds) == 1:
-            norms = [fg.norms()]
-        else:
-            each = optree.tree_leaves(fg.norms(per_param=True))
+        blocks, outcome = _chunk.kept(chunk)
+        norms = _chunk.norms_of(chunk, blocks, per_param=len(bounds) > 1)
+        if len(bounds) > 1:
+            each = norms
             of_bound = [[t for t, k in zip(each, group, strict=True) if k == b] for b in range(len(bounds))]
             norms = [norm_of_norms(ts) if ts else torch.zeros_like(each[0]) for ts in of_bound]
         finite = finite_of(norms, nonfinite)
         good = good and finite is None
         weights = [clip_weights(t, bound, finite, nonfinite) for t, bound in zip(norms, bounds, strict=True)]
         all_norms.append(norms)
-        all_values.append(fg.values)
-        parts = fg._parts()
-        del fg  # so that each factor goes once it is summed
-        for index, kept in parts:
+        all_values.append(outcome.values)
+        while blocks:
             counted = finite is None or nonfinite == "propagate"
-            add_sums(index, kept, [weights[k] for k in group], totals, counted)
+            _sum(blocks.pop(0), [weights[k] for k in group], totals, counted)
     if not all_norms:
         return totals, [_chunk.no_values(problem) for _ in bounds], _chunk.no_values(problem), good
     if len(all_norms) == 1:
         return totals, all_norms[0], all_values[0], good
     return totals, [torch.cat(parts) for parts in zip(*all_norms, strict=True)], torch.cat(all_values), good
+
+
+def _sum(block: Block, weights: Sequence[Tensor], totals: list[Tensor | None], counted: bool) -> None:
+    """A block's gradients, added to `totals`; each factor goes once it is summed, if nobody else has the block."""
+    index, ordered = block.index, not block.small
+    kept: list[Any] = list(block.kept)
+    del block
+    add_sums(index, kept, weights, totals, counted, ordered)
 
 
 def _clipped_in_two(

@@ -58,7 +58,7 @@ class DenseSink:
         """A factor of a parameter, or of a view of one."""
         source = param.source
         index, dtype = source.index, source.value.dtype
-        if source.uses > 1 and isinstance(factor, Outer) and not _prefers_dense(factor):
+        if source.uses > 1 and isinstance(factor, Outer) and not _plan.keeps_dense(*_bytes(factor)):
             self.later.setdefault(index, []).append(_term(param, factor))
             return
         written, buffer = self.grads.get(index), self._buffer(index)
@@ -123,18 +123,11 @@ def _term(param: Param, factor: Factor) -> Term:
     return Term(region, factor)
 
 
-def _kept_term(param: Param, factor: Factor) -> Term:
-    """The same, in the form that takes less memory."""
-    term = _term(param, factor)
-    if isinstance(term.factor, Dense) or not _prefers_dense(term.factor):
-        return term
-    return Term(term.region, Dense(term.factor.dense()))
-
-
-def _prefers_dense(factor: Factor) -> bool:
+def _bytes(factor: Factor) -> tuple[int, int]:
+    """What a factor takes as it is, and written out."""
     tensors = factor.tensors()
     held = sum([t.nbytes for t in tensors])
-    return _plan.keeps_dense(held, tensors[0].shape[0] * prod(factor.shape) * tensors[-1].element_size())
+    return held, tensors[0].shape[0] * prod(factor.shape) * tensors[-1].element_size()
 
 
 class FactorSink:
@@ -145,17 +138,28 @@ class FactorSink:
     def __init__(self, params: Sequence[Tensor], n: int) -> None:
         self.params, self.n = list(params), n
         self.terms: dict[int, list[Term]] = {}  # by the source's index
+        self.held = 0  # bytes
 
     def has(self, source: Source) -> bool:
         return source.index in self.terms
 
     def add(self, param: Param, factor: Factor, use: object = None) -> None:
-        """A factor of a parameter, or of a view of one."""
-        self.terms.setdefault(param.source.index, []).append(_kept_term(param, factor))
+        """A factor of a parameter, or of a view of one, in the form that takes less memory."""
+        term = _term(param, factor)
+        region, factor = term
+        if isinstance(factor, Dense):
+            self.held += factor.grads.nbytes
+        else:
+            held, dense = _bytes(factor)
+            if _plan.keeps_dense(held, dense):
+                term, held = Term(region, Dense(factor.dense())), dense
+            self.held += held
+        self.terms.setdefault(param.source.index, []).append(term)
 
     def add_dense(self, source: Source, grads: Tensor) -> None:
         """Gradients of a whole source that autograd worked out."""
         term = Term(None, Dense(grads.contiguous()))
+        self.held += grads.nbytes
         self.terms.setdefault(source.index, []).append(term)
 
     def pull(self, derived: Sequence[Source], roots: Sequence[Source]) -> None:
@@ -173,6 +177,7 @@ class FactorSink:
     def put(self, grads: Sequence[Tensor]) -> None:
         """Gradients of every parameter that somebody else worked out."""
         self.terms = {i: [Term(None, Dense(g))] for i, g in enumerate(grads)}
+        self.held = sum(g.nbytes for g in grads)
 
     def result(self) -> "list[Kept]":
         """What is known of each parameter's gradients."""
