@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -31,6 +32,23 @@ def bind_cross_entropy(
     if target.is_floating_point() or input.dim() < 2 or target.dim() != input.dim() - 1 or input.numel() == 0:
         return Decline("targets other than class indices with a batch axis")
     return (input, target), Options(reduction, ignore_index, label_smoothing)
+
+
+_REDUCTIONS = ("none", "mean", "sum")  # by torch's number for each
+
+
+def bind_cross_entropy_loss(
+    randomness: str,
+    input: Any,
+    target: Any,
+    weight: Any = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> tuple[tuple[Any, ...], Options] | Decline:
+    """What F.cross_entropy itself calls."""
+    kind = _REDUCTIONS[reduction]
+    return bind_cross_entropy(randomness, input, target, weight, None, ignore_index, None, kind, label_smoothing)
 
 
 def cross_entropy(options: Options, x: Tensor, target: Tensor) -> Tensor:
@@ -63,4 +81,7 @@ def _is_among(ignored: int, target: Tensor) -> bool:
     return int(target.min()) < 0 if ignored < 0 else bool((target == ignored).any())
 
 
-RULES = (Fold("cross_entropy", (F.cross_entropy,), bind_cross_entropy, cross_entropy),)
+RULES = (
+    Fold("cross_entropy", (F.cross_entropy,), bind_cross_entropy, cross_entropy),
+    Fold("cross_entropy", (torch._C._nn.cross_entropy_loss,), bind_cross_entropy_loss, cross_entropy),
+)
