@@ -182,7 +182,7 @@ def _written(
     places: list[Tensor | None] = []
     whole = buffers or []
 
-    def take(part: _engine.Part[DenseSink]) -> None:
+    def take(part: "_engine.Part[DenseSink]") -> None:
         nonlocal whole
         rows = part.sink.result()
         outcomes.append(part.outcome)

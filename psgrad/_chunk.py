@@ -29,7 +29,7 @@ def kept(problem: Problem, run: Run = _engine.run) -> tuple[list[Block], _engine
     blocks: list[Block] = []
     outcomes: list[_engine.Outcome] = []
 
-    def take(part: _engine.Part[FactorSink]) -> None:
+    def take(part: "_engine.Part[FactorSink]") -> None:
         index = None if part.index is None else part.index.to(problem.params[0].device)
         blocks.append(Block(index, tuple(part.sink.result()), part.sink.held <= _plan.SMALL_TOTAL))
         outcomes.append(part.outcome)
@@ -75,7 +75,7 @@ def _norms_by(
     outcomes: list[_engine.Outcome] = []
     dtype, device = dtype_of(problem), problem.params[0].device
 
-    def take(part: _engine.Part[NormSink]) -> None:
+    def take(part: "_engine.Part[NormSink]") -> None:
         rows = part.sink.norms()
         if not per_param:
             rows = [norm_of_all(rows)]
@@ -107,7 +107,7 @@ def sums(problem: Problem, run: Run = _engine.run) -> tuple[list[Tensor | None],
     outcomes: list[_engine.Outcome] = []
     places: list[Tensor | None] = []
 
-    def take(part: _engine.Part[SumSink]) -> None:
+    def take(part: "_engine.Part[SumSink]") -> None:
         accumulate(totals, part.sink.result())
         outcomes.append(part.outcome)
         places.append(part.index)

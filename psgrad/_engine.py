@@ -46,7 +46,7 @@ def differentiating() -> contextlib.AbstractContextManager[Any]:
     return stack
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)  # not frozen, which costs; nobody changes one
 class Part(Generic[S]):
     """Samples that ran together: which rows of the problem they are, in that order, and what came out."""
 
@@ -167,13 +167,13 @@ def _through(problem: Problem, sink: Any, log: list[Use] | None, settings: list[
     values = losses.detach()
     if losses.grad_fn is None or losses._is_view():  # memory that may be another's
         values = values.clone()
-    return Outcome(values, _owned(aux, [values, *problem.params, *problem.batch]), out.aux_spec)
+    if aux:
+        aux = _owned(aux, [values, *problem.params, *problem.batch])
+    return Outcome(values, aux, out.aux_spec)
 
 
 def _owned(results: list[Tensor], others: list[Any]) -> list[Tensor]:
     """`results` as memory of their own: not shared with `others`, with each other, or between samples."""
-    if not results:
-        return results
     taken = {t.untyped_storage()._cdata for t in others if isinstance(t, Tensor)}
     owned = []
     for t in results:
@@ -195,16 +195,18 @@ def _backward(losses: Tensor, mode: Intercept, count: int, sink: Any, seed: Tens
     found = ft.gradients(losses, inputs, seed)
     grads, cotangents = found[: len(leaves)], found[len(leaves) :]
     mode.tape.backward(cotangents)
-    restrided = _restrided(losses) if any(grad is not None for grad in grads) else []
+    restrided: list[Any] | None = None
     for source, grad in zip(mode.sources, grads, strict=True):
         if grad is not None:
+            restrided = _restrided(losses) if restrided is None else restrided
             if any(leaf is source.leaf for leaf in restrided):
                 raise RuntimeError("as_strided of a parameter has no gradient per sample")
             sink.add_dense(source, grad)
             mode.note_unseen(source)
-    derived = [source for source in mode.sources[count:] if sink.has(source)]
-    if derived:
-        sink.pull(derived, mode.sources[:count])
+    if len(mode.sources) > count:
+        derived = [source for source in mode.sources[count:] if sink.has(source)]
+        if derived:
+            sink.pull(derived, mode.sources[:count])
 
 
 def _restrided(losses: Tensor) -> list[Any]:

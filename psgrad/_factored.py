@@ -30,7 +30,7 @@ class Meta(NamedTuple):
         return torch.zeros(self.shape, dtype=wide(self.dtype), device=self.device)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)  # not frozen, which costs; nobody changes one
 class Block:
     """Samples that ran together: their places, and what is kept of each parameter's gradients."""
 
@@ -304,7 +304,8 @@ def add_sums(
         if there is not None:
             own = own.select(there) if len(there) else None
         if own is not None:
-            totals[i] = own.add_weighted(totals[i], w)
+            total = totals[i]
+            totals[i] = own.weighted_sum(w) if total is None else own.add_weighted(total, w)
 
 
 def _freed(kept: Kept | None) -> tuple[bool, int]:

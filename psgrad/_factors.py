@@ -64,10 +64,9 @@ def weighted_sum_of(grads: Tensor, w: Tensor | None) -> Tensor:
     if w is None:
         return grads.sum(0, dtype=wide(grads.dtype))
     flat = widened(grads)
-    if flat.dim() != 2:
-        flat = flat.reshape(len(grads), -1)
-    total = torch.mv(flat.t(), cast(w, flat.dtype))
-    return total if grads.dim() == 2 else total.view(grads.shape[1:])
+    if flat.dim() == 2:
+        return torch.mv(flat.t(), cast(w, flat.dtype))
+    return torch.mv(flat.reshape(len(grads), -1).t(), cast(w, flat.dtype)).view(grads.shape[1:])
 
 
 def scaled(g: Tensor, w: Tensor | None) -> Tensor:
@@ -186,6 +185,14 @@ def as_rows(t: Tensor) -> Tensor:
     """(N, ..., D) as (N, T, D)."""
     axes = t.dim()
     return t if axes == 3 else t.flatten(1, -2) if axes > 3 else t[:, None]
+
+
+def merged(t: Tensor) -> Tensor:
+    """(N, B, ...) as (N B, ...): what `t` is a view of, where that is it, and autograd has a step less to follow."""
+    base = t._base
+    if base is None or base.shape[1:] != t.shape[2:] or not base.is_contiguous() or not t.is_contiguous():
+        return t.flatten(0, 1)
+    return base if base.numel() == t.numel() else t.flatten(0, 1)
 
 
 @dataclass(frozen=True, eq=False)

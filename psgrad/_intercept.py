@@ -248,7 +248,7 @@ class Intercept(TorchFunctionMode):
                     graph = True
                 elif not samples:
                     samples = ft.is_batched(value, level)
-            elif type(value) in _SEQUENCES:
+            elif value is not None and type(value) in _SEQUENCES:
                 inner = self._look(value)
                 value = type(value)(inner.resolved)
                 params += inner.params

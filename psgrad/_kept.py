@@ -29,8 +29,7 @@ class Term(NamedTuple):
     factor: Factor
 
 
-@dataclass(frozen=True, eq=False)
-class Kept:
+class Kept(NamedTuple):
     """The gradients of one parameter for N samples; zeros outside the terms' regions, which are disjoint."""
 
     terms: tuple[Term, ...]
@@ -60,6 +59,8 @@ class Kept:
 
     def norms(self) -> Tensor | None:
         """Norms (N,); None where all gradients are zero."""
+        if len(self.terms) == 1:
+            return self.terms[0].factor.norms()
         return norm_of_norms([factor.norms() for _, factor in self.terms]) if self.terms else None
 
     def dense(self, out: Tensor) -> Tensor:
@@ -83,10 +84,8 @@ class Kept:
         zeros = like.new_zeros(self.shape, dtype=wide(like.dtype))
         return self._placed(zeros, lambda factor, _: factor.weighted_sum(w))
 
-    def add_weighted(self, total: Tensor | None, w: Tensor | None) -> Tensor:
-        """The same, added to `total` where there is one."""
-        if total is None:
-            return self.weighted_sum(w)
+    def add_weighted(self, total: Tensor, w: Tensor | None) -> Tensor:
+        """The same, added to `total`."""
         if (factor := self.whole) is not None and total.is_contiguous():
             factor.add_weighted(total.view(factor.shape), w)
             return total

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._factors import Dense, Factor, Outer, as_rows
+from .._factors import Dense, Factor, Outer, as_rows, merged
 from .._registry import Call, Decline, Needs, Param, Rule
 
 
@@ -39,16 +39,12 @@ def bind_linear(input: Any, weight: Any, bias: Any = None) -> Call | Decline:
     if weight.dim() != 2 or (bias is not None and bias.dim() != 1):
         return Decline("the weight is not a matrix, or the bias not a vector")
     if input.dim() == 2 and input.shape[0] == 1:  # as models see one sample: without the axis nothing is reshaped
-        return Call(input, (weight, bias), None, _without_ones, _with_ones)
+        return Call(input, (weight, bias), None, merged, _parted)
     return Call(input, (weight, bias))
 
 
-def _without_ones(x: Tensor) -> Tensor:
-    """(N, 1, I) as (N, I)."""
-    return x.squeeze(1)
-
-
-def _with_ones(y: Tensor) -> Tensor:
+def _parted(y: Tensor) -> Tensor:
+    """(N, O) as (N, 1, O)."""
     return y.unsqueeze(1)
 
 

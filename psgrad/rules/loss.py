@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _functorch as ft
+from .._factors import merged
 from .._registry import Decline, Fold
 
 
@@ -54,9 +55,7 @@ def bind_cross_entropy_loss(
 def cross_entropy(options: Options, x: Tensor, target: Tensor) -> Tensor:
     """The losses (N,) of x (N, B, C, ...) and target (N, B, ...)."""
     reduction, ignored, smoothing = options
-    each = F.cross_entropy(
-        _merged(x), _merged(target), ignore_index=ignored, reduction="none", label_smoothing=smoothing
-    )
+    each = F.cross_entropy(merged(x), merged(target), ignore_index=ignored, reduction="none", label_smoothing=smoothing)
     n = x.shape[0]
     size = target.numel() // n
     if size != 1:
@@ -67,13 +66,6 @@ def cross_entropy(options: Options, x: Tensor, target: Tensor) -> Tensor:
     if cheap and not _is_among(ignored, target):  # a look costs a quarter of a division and its backward
         return each / size if size != 1 else each
     return each / (target.reshape(n, size) != ignored).sum(1)  # none counted: 0 / 0, as torch has it
-
-
-def _merged(t: Tensor) -> Tensor:
-    """(N, B, ...) as (N B, ...); what `t` is a view of, where that is the same: autograd has a step less to follow."""
-    base = t._base
-    alike = base is not None and base.shape == (t.shape[0] * t.shape[1], *t.shape[2:])
-    return base if alike and base.is_contiguous() and t.is_contiguous() else t.flatten(0, 1)  # type: ignore[union-attr, return-value]
 
 
 def _is_among(ignored: int, target: Tensor) -> bool:
