@@ -113,6 +113,12 @@ class Factor:
     def __len__(self) -> int:
         return len(self.tensors()[0])
 
+    def bytes(self) -> tuple[int, int]:
+        """What is held, and what the gradients would take."""
+        tensors = self.tensors()
+        dense = tensors[0].shape[0] * prod(self.shape) * tensors[-1].element_size()
+        return sum([t.nbytes for t in tensors]), dense
+
     def select(self: F, index: slice | Tensor) -> F:
         """The factor of some of the samples."""
         return self.each(lambda t: t[index])
@@ -264,6 +270,12 @@ class Outer(Factor):
     @property
     def shape(self) -> tuple[int, ...]:
         return (*self.x.shape[1:-2], self.g.shape[-1], self.x.shape[-1])
+
+    def bytes(self) -> tuple[int, int]:
+        x, g = self.x, self.g
+        if x.dim() > 2:
+            return super().bytes()
+        return x.nbytes + g.nbytes, g.nbytes * x.shape[1]  # one position: often a small call
 
     def dense(self, out: Tensor | None = None) -> Tensor:
         x, g = (own := self._plain).x, own.g

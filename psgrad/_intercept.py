@@ -126,7 +126,8 @@ class Intercept(TorchFunctionMode):
         if _hooked() is not None:
             _checkpoint.follow(self._again)
         seen = self._look((*args, *kwargs.values()) if kwargs else args)
-        params, graph, rule = seen.params, seen.graph, RULES.get(func)
+        _, params, _, graph = seen
+        rule = RULES.get(func)
         if rule is None and not params and not graph and _is_ordinary(func) and kwargs.keys().isdisjoint(_TELLING):
             return func(*args, **kwargs)  # as most calls are: 2 us on top of vmap's own
         if graph and not minds(func):
@@ -364,7 +365,8 @@ class Intercept(TorchFunctionMode):
             applied.use = self._listed(func, [p for p in params if p not in others], rule.name)
             self._listed(func, others, None, "an input of the op, not its weight")
         lowered = [self._lower(t) for t in call.others] if call.others else ()
-        return ft.wrap(ft.below(self._applied, call, applied, self._lower(call.x), *lowered), self.level)
+        x = call.x.wrapped if type(call.x) is Param else call.x
+        return ft.wrap(ft.below(self._applied, call, applied, ft.lower(x, self.n, self.level), *lowered), self.level)
 
     def _lower(self, t: Any) -> Any:
         """The (N, ...) tensor behind an operand."""

@@ -58,7 +58,7 @@ class DenseSink:
         """A factor of a parameter, or of a view of one."""
         source = param.source
         index, dtype = source.index, source.value.dtype
-        if source.uses > 1 and isinstance(factor, Outer) and not _plan.keeps_dense(*_bytes(factor)):
+        if source.uses > 1 and isinstance(factor, Outer) and not _plan.keeps_dense(*factor.bytes()):
             self.later.setdefault(index, []).append(_term(param, factor))
             return
         written, buffer = self.grads.get(index), self._buffer(index)
@@ -123,13 +123,6 @@ def _term(param: Param, factor: Factor) -> Term:
     return Term(region, factor)
 
 
-def _bytes(factor: Factor) -> tuple[int, int]:
-    """What a factor takes as it is, and written out."""
-    tensors = factor.tensors()
-    held = sum([t.nbytes for t in tensors])
-    return held, tensors[0].shape[0] * prod(factor.shape) * tensors[-1].element_size()
-
-
 class FactorSink:
     """The factors themselves, without the graph they come from."""
 
@@ -150,7 +143,7 @@ class FactorSink:
         if isinstance(factor, Dense):
             self.held += factor.grads.nbytes
         else:
-            held, dense = _bytes(factor)
+            held, dense = factor.bytes()
             if _plan.keeps_dense(held, dense):
                 term, held = Term(region, Dense(factor.dense())), dense
             self.held += held
