@@ -31,7 +31,7 @@ def kept(problem: Problem, run: Run = _engine.run) -> tuple[list[Block], _engine
 
     def take(part: "_engine.Part[FactorSink]") -> None:
         index = None if part.index is None else part.index.to(problem.params[0].device)
-        blocks.append(Block(index, tuple(part.sink.result()), part.sink.held <= _plan.SMALL_TOTAL))
+        blocks.append(Block(index, tuple(part.sink.result()), part.sink.held <= _plan.SMALL_HELD))
         outcomes.append(part.outcome)
 
     run(problem, lambda p: FactorSink(p.params, p.n), take)

@@ -147,13 +147,9 @@ class FactoredGrads:
     def _sums(self, weights: Sequence[Tensor] | None) -> list[Tensor]:
         """Sums of the gradients of each parameter with its own weights, in the dtype for sums."""
         totals: list[Tensor | None] = [None] * len(self._metas)
-        self._add_sums(weights, totals)
-        return [meta.new() if t is None else t for t, meta in zip(totals, self._metas, strict=True)]
-
-    def _add_sums(self, weights: Sequence[Tensor] | None, totals: list[Tensor | None], counted: bool = False) -> None:
-        """The same, added to `totals`. `counted`: no weight is 0, or it does not matter."""
         for block in self._blocks:
-            add_sums(block.index, list(block.kept), weights, totals, counted)
+            add_sums(block, weights, totals)
+        return [meta.new() if t is None else t for t, meta in zip(totals, self._metas, strict=True)]
 
     def _spread(self, mean: Sequence[Tensor]) -> list[Tensor]:
         """The sums of squared differences from `mean`."""
@@ -281,20 +277,19 @@ def norms_of_block(block: Block) -> Tensor | None:
 
 
 def add_sums(
-    index: Tensor | None,
-    kept: "list[Kept | None]",
-    weights: Sequence[Tensor] | None,
-    totals: list[Tensor | None],
-    counted: bool = False,
-    ordered: bool = True,
+    block: Block, weights: Sequence[Tensor] | None, totals: list[Tensor | None], counted: bool = False
 ) -> None:
-    """The weighted sums of a block's gradients, added to `totals`; what is kept is taken out as it is summed.
+    """The weighted sums of a block's gradients, added to `totals`. `counted`: no weight is 0, or it does not matter.
 
-    Where nobody else holds it, memory falls with each sum: first those that free more than they take, then the
+    Where nobody else holds the block, memory falls with each sum: first those that free more than they take, then the
     others by what they free. For the MLP of the benchmarks a peak of 9.6 MB in place of 14.7.
     """
+    index, small = block.index, block.small
+    kept: list[Kept | None] = list(block.kept)
+    del block
+    order: Any = range(len(kept)) if small else sorted(range(len(kept)), key=[_freed(k) for k in kept].__getitem__)
     given = w = there = None
-    for i in sorted(range(len(kept)), key=[_freed(k) for k in kept].__getitem__) if ordered else range(len(kept)):
+    for i in order:
         own, kept[i] = kept[i], None
         if own is None or not own.terms:
             continue

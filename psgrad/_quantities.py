@@ -396,7 +396,7 @@ def _clip_work(whole: Problem) -> Work:
         blocks, _ = _chunk.kept(problem, run)
         (norms,) = _chunk.norms_of(problem, blocks)
         while blocks:
-            _sum(blocks.pop(0), [norms] * len(metas), totals, counted=True)
+            add_sums(blocks.pop(0), [norms] * len(metas), totals, counted=True)
         return totals
 
     return _chunk.summing("clipped", do, whole, in_place=True)
@@ -422,20 +422,12 @@ def _clipped(
         all_values.append(outcome.values)
         while blocks:
             counted = finite is None or nonfinite == "propagate"
-            _sum(blocks.pop(0), [weights[k] for k in group], totals, counted)
+            add_sums(blocks.pop(0), [weights[k] for k in group], totals, counted)
     if not all_norms:
         return totals, [_chunk.no_values(problem) for _ in bounds], _chunk.no_values(problem), good
     if len(all_norms) == 1:
         return totals, all_norms[0], all_values[0], good
     return totals, [torch.cat(parts) for parts in zip(*all_norms, strict=True)], torch.cat(all_values), good
-
-
-def _sum(block: Block, weights: Sequence[Tensor], totals: list[Tensor | None], counted: bool) -> None:
-    """A block's gradients, added to `totals`; each factor goes once it is summed, if nobody else has the block."""
-    index, ordered = block.index, not block.small
-    kept: list[Any] = list(block.kept)
-    del block
-    add_sums(index, kept, weights, totals, counted, ordered)
 
 
 def _clipped_in_two(

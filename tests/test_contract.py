@@ -180,11 +180,11 @@ def counted(monkeypatch: pytest.MonkeyPatch, rule: Fold) -> list[str]:
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.folds], ids=lambda case: case.id)
 def test_the_stated_folds_ran(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    folds = {rule.name: rule for rule in RULES.values() if isinstance(rule, Fold)}
     for name in case.folds:
-        runs = counted(monkeypatch, folds[name])
+        folds = [rule for rule in RULES.values() if isinstance(rule, Fold) and rule.name == name]
+        runs = [counted(monkeypatch, fold) for fold in folds]
         psgrad.per_sample_grads(*case.make())
-        assert runs == [name]
+        assert [run for of_fold in runs for run in of_fold] == [name]
 
 
 # ---- nothing is left out -----------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import psgrad
+from psgrad._registry import RULES
 
 
 @pytest.fixture(autouse=True)
@@ -425,3 +426,50 @@ def test_recurrent_module(cls):
     ours = psgrad.per_sample_grads(fn, other, (x, y))
     model.load_state_dict(other)
     torch.testing.assert_close(ours, by_hand(model, loss, lambda i: ((x[i : i + 1],), {}), y, 5))
+
+
+# ---- a batch of one, without its axis -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        lambda x: x,
+        lambda x: x.T.contiguous().T,  # the samples side by side
+        lambda x: torch.cat([x, x])[: len(x)],  # a part of a larger tensor
+        lambda x: x.repeat_interleave(2, 1)[:, ::2],
+        lambda x: x[:1].expand(x.shape),
+    ],
+    ids=["as it is", "transposed", "part", "strided", "expanded"],
+)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_layouts_of_the_input(layout, inplace):
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace), nn.Linear(4, 4))
+    same(model, F.cross_entropy, layout(torch.randn(4, 4)), torch.randint(4, (4,)))
+
+
+def test_a_loss_of_torch_runs_folded(monkeypatch):
+    rule = RULES[torch._C._nn.cross_entropy_loss]
+    seen = []
+    run = lambda options, *tensors: seen.append(tensors[0].shape) or rule.run(options, *tensors)
+    monkeypatch.setitem(RULES, torch._C._nn.cross_entropy_loss, rule._replace(run=run))
+    same(mlp(), F.cross_entropy, torch.randn(5, 4), torch.randint(3, (5,)))
+    assert seen == [(5, 1, 3)]
+
+
+def test_a_target_that_is_ignored_gives_nan_as_it_does_alone():
+    target = torch.tensor([0, -100, 2])
+    fn, params = psgrad.from_module(mlp(), F.cross_entropy)
+    _, values = psgrad.per_sample_grads(fn, params, (torch.randn(3, 4), target), return_value=True)
+    assert values.isnan().tolist() == [False, True, False]
+
+
+def test_a_model_that_has_lost_a_parameter_keeps_the_others():
+    model = mlp()
+    fn, params = psgrad.from_module(model, F.cross_entropy)
+    first, lost = model[0].weight, model[2]._parameters.pop("bias")
+    with pytest.raises(KeyError, match="bias"):
+        fn(params, (torch.randn(4), torch.tensor(0)))
+    assert model[0].weight is first
+    model[2]._parameters["bias"] = lost
+    same(model, F.cross_entropy, torch.randn(5, 4), torch.randint(3, (5,)))
