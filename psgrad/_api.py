@@ -138,6 +138,8 @@ def step_of(
     problem: Problem, chunk_size: int | None, max_bytes: int | None, work: Callable[[Problem], _memory.Work]
 ) -> int:
     """How many samples to run at once."""
+    if chunk_size is None and max_bytes is None:
+        return problem.n
     _problem.check_positive("chunk_size", chunk_size)
     _problem.check_positive("max_bytes", max_bytes)
     if chunk_size is not None and max_bytes is not None:

@@ -15,6 +15,7 @@ GRAPHS = tuple(vars(torch._C.TensorBase)[name].__get__ for name in ("is_leaf", "
 SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 ATTENTION = torch.nn.functional.multi_head_attention_forward  # holds a fold, whoever its weights belong to
 IS_NESTABLE = torch._nested_tensor_from_mask_left_aligned  # asked by TransformerEncoder for its fused path
+_FUNCTIONAL = vars(torch.nn.functional)
 _MINDS = frozenset(["requires_grad_", "register_hook", "retain_grad", "backward", "detach_", "__set__", "__delete__"])
 
 
@@ -56,7 +57,7 @@ _INPLACE = frozenset(
 
 def is_composite(func: Any) -> bool:
     """Whether `func` is torch's own Python, made of other torch functions."""
-    return type(func) is types.FunctionType and func.__module__ == "torch.nn.functional"
+    return type(func) is types.FunctionType and func.__globals__ is _FUNCTIONAL
 
 
 def _no(*_: Any) -> bool:

@@ -45,7 +45,7 @@ def factored(problem: Problem, run: Run = _engine.run) -> FactoredGrads:
     return FactoredGrads(tuple(blocks), metas(problem), problem.params_spec, problem.n, outcome.values, aux)
 
 
-def norms_of(problem: Problem, blocks: Sequence[Block], *, per_param: bool = False) -> list[Tensor]:
+def norms_kept(problem: Problem, blocks: Sequence[Block], *, per_param: bool = False) -> list[Tensor]:
     """Norms (N,) of what is kept, or those of each parameter."""
     lead, dtype, device = (problem.n,), dtype_of(problem), problem.params[0].device
     if not per_param:

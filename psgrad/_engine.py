@@ -165,7 +165,7 @@ def _through(problem: Problem, sink: Any, log: list[Use] | None, settings: list[
     if losses.requires_grad:
         _backward(losses, mode, len(roots), sink, problem.seed)
     values = losses.detach()
-    if losses.grad_fn is None or losses._is_view():  # memory that may be another's
+    if losses.is_leaf or losses._is_view():  # memory that may be another's
         values = values.clone()
     if aux:
         aux = _owned(aux, [values, *problem.params, *problem.batch])

@@ -82,6 +82,7 @@ class FactoredGrads:
         return optree.tree_unflatten(self._spec, list(leaves))
 
     def _gathered(self, lead: tuple[int, ...], quantity: Callable[[Block], Tensor | None]) -> Tensor:
+        """Rows of every block at the places of their samples."""
         dtype = widest(*[meta.dtype for meta in self._metas])
         return gathered(self._blocks, lead, quantity, dtype, self._metas[0].device)
 
@@ -287,11 +288,13 @@ def add_sums(
     index, small = block.index, block.small
     kept: list[Kept | None] = list(block.kept)
     del block
-    order: Any = range(len(kept)) if small else sorted(range(len(kept)), key=[_freed(k) for k in kept].__getitem__)
+    order: Any = range(len(kept))
+    if not small:
+        order = sorted(order, key=[_freed(k) for k in kept if k is not None].__getitem__)
     given = w = there = None
     for i in order:
         own, kept[i] = kept[i], None
-        if own is None or not own.terms:
+        if own is None or not own.terms:  # zeros
             continue
         if weights is not None and weights[i] is not given:  # most parameters share their weights
             given = weights[i]
@@ -303,9 +306,9 @@ def add_sums(
             totals[i] = own.weighted_sum(w) if total is None else own.add_weighted(total, w)
 
 
-def _freed(kept: Kept | None) -> tuple[bool, int]:
-    held = 0 if kept is None else sum([t.nbytes for t in kept.tensors()])
-    return kept is not None and held < 4 * prod(kept.shape), -held
+def _freed(kept: Kept) -> tuple[bool, int]:
+    held = sum([t.nbytes for t in kept.tensors()])
+    return held < 4 * prod(kept.shape), -held
 
 
 def _counting(w: Tensor, index: Tensor | None, counted: bool) -> tuple[Tensor, Tensor | None]:
@@ -368,8 +371,8 @@ def check_max_norm(max_norm: Any, where: str = "max_norm") -> Any:
 def norm_of_all(norms: Sequence[Tensor | None]) -> Tensor | None:
     """The norms of all parameters together; None where all gradients are zero."""
     there = [t for t in norms if t is not None]
-    if len({(t.dtype, t.device) for t in there}) > 1:
-        there = [t.to(there[0].device, torch.float64) for t in there]
+    if len({t.device for t in there}) > 1:
+        there = [t.to(there[0].device) for t in there]
     return norm_of_norms(there) if there else None
 
 

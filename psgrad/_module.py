@@ -118,7 +118,7 @@ def _strangers(params: Any, known: set[str]) -> Exception:
 
 
 _LOCKS: "weakref.WeakKeyDictionary[torch.nn.Module, threading.RLock]" = weakref.WeakKeyDictionary()
-Home = dict[str, Any]  # where a module holds parameters, or buffers
+Home = dict[str, Any]  # where a module holds parameters, buffers, or anything
 Slot = tuple[Home, str, str, torch.nn.Parameter]
 
 
@@ -170,7 +170,7 @@ class _Holding:
             raise
 
     def __exit__(self, *_: object) -> None:
-        for home, key, value in self.before:
+        for home, key, value in reversed(self.before):  # two modules may share a home
             home[key] = value
 
 

@@ -394,7 +394,7 @@ def _clip_work(whole: Problem) -> Work:
         metas = _chunk.metas(problem)
         totals: list[Tensor | None] = [None if problem.n == whole.n else meta.new() for meta in metas]
         blocks, _ = _chunk.kept(problem, run)
-        (norms,) = _chunk.norms_of(problem, blocks)
+        (norms,) = _chunk.norms_kept(problem, blocks)
         while blocks:
             add_sums(blocks.pop(0), [norms] * len(metas), totals, counted=True)
         return totals
@@ -410,7 +410,7 @@ def _clipped(
     all_norms, all_values, good = [], [], True
     for _, chunk in _chunk.chunks(problem, step):
         blocks, outcome = _chunk.kept(chunk)
-        norms = _chunk.norms_of(chunk, blocks, per_param=len(bounds) > 1)
+        norms = _chunk.norms_kept(chunk, blocks, per_param=len(bounds) > 1)
         if len(bounds) > 1:
             each = norms
             of_bound = [[t for t, k in zip(each, group, strict=True) if k == b] for b in range(len(bounds))]

@@ -210,3 +210,44 @@ def test_check_names_an_unknown_path():
     fn, w, x = lambda p, x: F.linear(x, p["w"]).sum(), torch.ones(2, 3), torch.ones(4, 3)
     with pytest.raises(AssertionError, match=r"no parameter is called w; there are params\['w'\]"):
         psgrad.testing.check(fn, {"w": w}, x, rules={"w": ["linear"]})
+
+
+# ---- a view has a graph of its own, whatever its memory -----------------------------------------------
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1])
+def test_logits_that_are_a_parameter(chunk_size):
+    p, t = torch.randn(3, 5, dtype=torch.float64), torch.randint(5, (2, 3))
+    fn = lambda p, t: F.cross_entropy(p, t)
+    ours = psgrad.per_sample_grads(fn, p, t, chunk_size=chunk_size)
+    torch.testing.assert_close(ours, psgrad.testing.loop_grads(fn, p, t))
+
+
+def test_a_view_without_a_graph_stops_the_gradient():
+    def fn(p, x):
+        h = torch.tanh(p["a"] @ x)
+        with torch.no_grad():
+            still = h.unsqueeze(0)
+        return F.linear(still, p["w"]).square().sum() + h.sum()
+
+    p = {"a": torch.randn(4, 3, dtype=torch.float64), "w": torch.randn(2, 4, dtype=torch.float64)}
+    x = torch.randn(5, 3, dtype=torch.float64)
+    torch.testing.assert_close(psgrad.per_sample_grads(fn, p, x), psgrad.testing.loop_grads(fn, p, x))
+
+
+def test_a_hook_on_the_node_of_a_view():
+    def fn(p, x):
+        h = torch.tanh(F.linear(x, p["a"]))[None]
+        h.grad_fn.register_prehook(lambda grads: (grads[0] * 3,))
+        return F.linear(h, p["w"]).square().sum()
+
+    p = {"a": torch.randn(4, 3, dtype=torch.float64), "w": torch.randn(2, 4, dtype=torch.float64)}
+    x = torch.randn(5, 3, dtype=torch.float64)
+    torch.testing.assert_close(psgrad.per_sample_grads(fn, p, x), psgrad.testing.loop_grads(fn, p, x))
+
+
+def test_a_part_of_a_batch_without_features():
+    x = torch.empty(5, 0, dtype=torch.float64)[:3]
+    p = {"w": torch.empty(2, 0, dtype=torch.float64), "b": torch.randn(2, dtype=torch.float64)}
+    fn = lambda p, x: F.linear(x[None], p["w"], p["b"]).square().sum()
+    torch.testing.assert_close(psgrad.per_sample_grads(fn, p, x), psgrad.testing.loop_grads(fn, p, x))

@@ -1,6 +1,9 @@
 """from_module: a module and a loss as a pure function, against the module's own gradients."""
 
+import copy
 import dataclasses
+import functools
+import sys
 from collections import OrderedDict
 
 import pytest
@@ -473,3 +476,63 @@ def test_a_model_that_has_lost_a_parameter_keeps_the_others():
     assert model[0].weight is first
     model[2]._parameters["bias"] = lost
     same(model, F.cross_entropy, torch.randn(5, 4), torch.randint(3, (5,)))
+
+
+class Reversed(torch.autograd.Function):
+    """The input as a view of it; the gradient with the other sign."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, g):
+        return -g
+
+
+class Adversarial(nn.Module):
+    def __init__(self, last):
+        super().__init__()
+        self.a, self.b, self.last = nn.Linear(4, 3), nn.Linear(3, 3), last
+
+    def forward(self, x):
+        x = self.b(torch.tanh(self.a(x)) if self.last else Reversed.apply(self.a(x)))
+        return Reversed.apply(x) if self.last else x
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_function_that_returns_a_view(last):
+    same(Adversarial(last), F.cross_entropy, torch.randn(5, 4), torch.randint(3, (5,)))
+
+
+def test_modules_that_share_their_parameters_dict():
+    first = nn.Linear(4, 4)
+    model = nn.Sequential(first, nn.Tanh(), copy.copy(first))
+    fn, params = psgrad.from_module(model, F.cross_entropy)
+    before = first.weight
+    psgrad.per_sample_grads(fn, params, (torch.randn(3, 4), torch.tensor([0, 3, 1])))
+    assert model[0].weight is before
+    assert isinstance(model[2].weight, nn.Parameter)
+
+
+SMOOTHING = 0.0
+
+
+@functools.wraps(F.cross_entropy)
+def smoothed(output, target):
+    return F.cross_entropy(output, target, label_smoothing=SMOOTHING)
+
+
+def test_a_loss_of_ones_own_in_torchs_clothes(monkeypatch):
+    fn, params = psgrad.from_module(mlp(), smoothed)
+    batch = torch.randn(3, 4), torch.tensor([0, 2, 1])
+    before = psgrad.per_sample_norms(fn, params, batch)
+    monkeypatch.setattr(sys.modules[__name__], "SMOOTHING", 0.5)
+    after = psgrad.per_sample_norms(fn, params, batch)
+    assert (before != after).all()
