@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import psgrad
 from psgrad import _memory, _plan
-from psgrad._factors import Outer
+from psgrad._factors import Outer, norm_of_norms
 from psgrad._patches import Patches
 
 from .cases import CASES, Case, N
@@ -529,6 +529,13 @@ def test_one_position_with_and_without_an_axis(scale: float) -> None:
         torch.testing.assert_close(factor.dense(), g[:, :, None] * x[:, None], rtol=1e-5, atol=0.0)
         assert factor.plan.strategy == "mul"
     torch.testing.assert_close(plain.spread(rows.weighted_sum() / 5), rows.spread(plain.weighted_sum() / 5))
+
+
+@pytest.mark.parametrize("parts", [1, 2, 9, 30])
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_norms_of_many_parts_neither_overflow_nor_vanish(parts: int, scale: float) -> None:
+    norms = [torch.full((3,), scale) for _ in range(parts)]
+    torch.testing.assert_close(norm_of_norms(norms), torch.full((3,), scale * parts**0.5), rtol=1e-5, atol=0.0)
 
 
 def test_gradients_of_a_batch_meet_themselves_once_written(monkeypatch: pytest.MonkeyPatch) -> None:
