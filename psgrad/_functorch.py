@@ -67,7 +67,7 @@ def unwrap(t: Tensor, n: int, level: int) -> Tensor:
 current_level: Callable[[], int | None] = _ft.maybe_current_level  # of the innermost transform in this thread
 
 
-def is_batched(t: Tensor, level: int) -> bool:
+def is_batched(t: Tensor, level: int | None) -> bool:
     """Whether `t` carries the sample axis of the vmap at `level`."""
     return _ft.maybe_get_level(t) == level and _ft.is_batchedtensor(t)
 

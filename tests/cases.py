@@ -1295,7 +1295,18 @@ LOSSES = (
     _classified("cross-entropy-smoothed", (2, 3, 2), (2, 2), label_smoothing=0.3),
     _classified("cross-entropy-smoothed-ignoring", (4, 3), (4,), label_smoothing=0.3, ignore_index=0, reduction="sum"),
     _classified("cross-entropy-unbatched", (3,), (), folds=False),
-    _classified("cross-entropy-class-weights", (4, 3), (4,), folds=False, weight=lambda: _away_from_zero(3)),
+    _classified("cross-entropy-class-weights", (4, 3), (4,), weight=lambda: _away_from_zero(3)),
+    _classified(
+        "cross-entropy-class-weights-smoothed",
+        (4, 3),
+        (4,),
+        weight=lambda: _away_from_zero(3),
+        label_smoothing=0.3,
+        ignore_index=1,
+    ),
+    _classified(
+        "cross-entropy-class-weights-sum", (2, 3, 2), (2, 2), weight=lambda: _away_from_zero(3), reduction="sum"
+    ),
     _classified("cross-entropy-not-reduced", (4, 3), (4,), folds=False, reduction="none"),
     op("nll-loss", lambda x, w: F.nll_loss((x * w).log_softmax(-1), torch.tensor([0, 2])), "mul", (2, 3), w=(3,)),
     op("mse-to-a-parameter", lambda x, w: F.mse_loss(x, w), "vmap vmap", (2, 3), w=(2, 3)),

@@ -12,6 +12,7 @@ from .._registry import Decline, Fold
 
 
 class Options(NamedTuple):
+    weight: Tensor | None  # (C,), the same for all samples
     reduction: str
     ignore_index: int
     label_smoothing: float
@@ -28,11 +29,13 @@ def bind_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> tuple[tuple[Any, ...], Options] | Decline:
-    if weight is not None or size_average is not None or reduce is not None or reduction not in ("mean", "sum"):
-        return Decline("class weights, or no reduction")
+    if size_average is not None or reduce is not None or reduction not in ("mean", "sum"):
+        return Decline("no reduction")
+    if weight is not None and ft.is_batched(weight, ft.current_level()):
+        return Decline("class weights that are parameters, or differ between samples")
     if target.is_floating_point() or input.dim() < 2 or target.dim() != input.dim() - 1 or input.numel() == 0:
         return Decline("targets other than class indices with a batch axis")
-    return (input, target), Options(reduction, ignore_index, label_smoothing)
+    return (input, target), Options(weight, reduction, ignore_index, label_smoothing)
 
 
 _REDUCTIONS = ("none", "mean", "sum")  # by torch's number for each
@@ -54,14 +57,17 @@ def bind_cross_entropy_loss(
 
 def cross_entropy(options: Options, x: Tensor, target: Tensor) -> Tensor:
     """The losses (N,) of x (N, B, C, ...) and target (N, B, ...)."""
-    reduction, ignored, smoothing = options
-    each = F.cross_entropy(merged(x), merged(target), ignore_index=ignored, reduction="none", label_smoothing=smoothing)
+    weight, reduction, ignored, smoothing = options
+    each = F.cross_entropy(merged(x), merged(target), weight, None, ignored, None, "none", smoothing)
     n = x.shape[0]
     size = target.numel() // n
     if size != 1:
         each = each.view(n, size).sum(1)
     if reduction == "sum":
         return each
+    if weight is not None:
+        counts = target != ignored
+        return each / (weight[target.where(counts, 0)] * counts).reshape(n, size).sum(1)
     cheap = type(target) is Tensor and target.device.type == "cpu" and not ft.is_recorded()
     if cheap and not _is_among(ignored, target):  # a look costs a quarter of a division and its backward
         return each / size if size != 1 else each
