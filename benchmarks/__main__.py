@@ -43,7 +43,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--only", type=among(WORKLOADS), help=f"some of {', '.join(WORKLOADS)} (all)")
     add("--peers", type=among(PEERS), help=f"some of {', '.join(PEERS)} (all; for --sweep {', '.join(GROWTH)})")
     add("--rounds", type=positive, help="turns of each contender (30)")
-    add("--quick", action="store_true", help=f"3 rounds of {', '.join(QUICK)}, and less patience with slow ones")
+    add("--quick", action="store_true", help=f"one round of {', '.join(QUICK)}, and less patience with slow ones")
     add("--memory", action="store_true", help="peak memory in place of time (of grads, norms and clipped)")
     add("--malloc", choices=list(memory.MALLOC), default="tight", help="for --memory: with the holes of malloc, or not")
     add("--sweep", action="store_true", help="how cost grows with samples, width and length (not of gram)")
@@ -52,7 +52,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--against", type=Path, metavar="FILE", help="say what got worse since the run that wrote FILE")
     add("--plots", type=Path, metavar="DIR", help="draw the figures there (needs matplotlib)")
     args = parser.parse_args(argv)
-    args.rounds = args.rounds or (3 if args.quick else 30)
+    args.rounds = args.rounds or (1 if args.quick else 30)
     args.patience = 1.0 if args.quick else 20.0
     args.peers = args.peers or list(GROWTH if args.sweep else PEERS)
     args.quantity = args.quantity or [name for name in NAMES if wanted(name, args)]
