@@ -203,10 +203,9 @@ def _backward(losses: Tensor, mode: Intercept, count: int, sink: Any, seed: Tens
                 raise RuntimeError("as_strided of a parameter has no gradient per sample")
             sink.add_dense(source, grad)
             mode.note_unseen(source)
-    if len(mode.sources) > count:
-        derived = [source for source in mode.sources[count:] if sink.has(source)]
-        if derived:
-            sink.pull(derived, mode.sources[:count])
+    derived = [source for source in mode.sources[count:] if sink.has(source)]
+    if derived:
+        sink.pull(derived, mode.sources[:count])
 
 
 def _restrided(losses: Tensor) -> list[Any]:

@@ -365,8 +365,7 @@ class Intercept(TorchFunctionMode):
             applied.use = self._listed(func, [p for p in params if p not in others], rule.name)
             self._listed(func, others, None, "an input of the op, not its weight")
         lowered = [self._lower(t) for t in call.others] if call.others else ()
-        x = call.x.wrapped if type(call.x) is Param else call.x
-        return ft.wrap(ft.below(self._applied, call, applied, ft.lower(x, self.n, self.level), *lowered), self.level)
+        return ft.wrap(ft.below(self._applied, call, applied, self._lower(call.x), *lowered), self.level)
 
     def _lower(self, t: Any) -> Any:
         """The (N, ...) tensor behind an operand."""
