@@ -38,6 +38,7 @@ def bind_cross_entropy(
     return (input, target), Options(weight, reduction, ignore_index, label_smoothing)
 
 
+_cross_entropy: Any = torch._C._nn.cross_entropy_loss  # what F.cross_entropy itself calls
 _REDUCTIONS = ("none", "mean", "sum")  # by torch's number for each
 
 
@@ -50,7 +51,6 @@ def bind_cross_entropy_loss(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> tuple[tuple[Any, ...], Options] | Decline:
-    """What F.cross_entropy itself calls."""
     kind = _REDUCTIONS[reduction]
     return bind_cross_entropy(randomness, input, target, weight, None, ignore_index, None, kind, label_smoothing)
 
@@ -58,7 +58,7 @@ def bind_cross_entropy_loss(
 def cross_entropy(options: Options, x: Tensor, target: Tensor) -> Tensor:
     """The losses (N,) of x (N, B, C, ...) and target (N, B, ...)."""
     weight, reduction, ignored, smoothing = options
-    each = F.cross_entropy(merged(x), merged(target), weight, None, ignored, None, "none", smoothing)
+    each = _cross_entropy(merged(x), merged(target), weight, 0, ignored, smoothing)
     n = x.shape[0]
     size = target.numel() // n
     if size != 1:
@@ -81,5 +81,5 @@ def _is_among(ignored: int, target: Tensor) -> bool:
 
 RULES = (
     Fold("cross_entropy", (F.cross_entropy,), bind_cross_entropy, cross_entropy),
-    Fold("cross_entropy", (torch._C._nn.cross_entropy_loss,), bind_cross_entropy_loss, cross_entropy),
+    Fold("cross_entropy", (_cross_entropy,), bind_cross_entropy_loss, cross_entropy),
 )
