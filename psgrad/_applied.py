@@ -78,15 +78,23 @@ class Applied:
         if x.requires_grad:
             x = x.detach()
         rule, options, tracked = self.rule, self.options, self.tracked
-        apart = need_x and rule.native and True in tracked  # factors first: less is held at once
+        apart = need_x and rule.native and True in tracked  # one after the other: less is held at once
         gx, factors = rule.backward(options, g, x, values, saved, Needs(need_x and not apart, tracked))
+        # the kernel for the input's gradient lays it out anew, so where it is large it comes before anything is kept
+        first = apart and x.nbytes > sum([f.bytes()[1] for f in factors if f is not None])
+        if first:
+            gx = self._of_input(g, x, values, saved)
         for param, factor in zip(self.params, factors, strict=True):
             if factor is not None and type(param) is Param:
                 self.sink.add(param, factor, self.use)
-        if apart:
+        if apart and not first:
             del factors, factor
-            gx = rule.backward(options, g, x, values, saved, Needs(True, (False,) * len(tracked)))[0]
+            gx = self._of_input(g, x, values, saved)
         return gx
+
+    def _of_input(self, g: Tensor, x: Tensor, values: list[Any], saved: Any) -> Tensor | None:
+        needs = Needs(True, (False,) * len(self.tracked))
+        return self.rule.backward(self.options, g, x, values, saved, needs)[0]
 
 
 class Tape:

@@ -53,7 +53,7 @@ COSTS = {
     # differs from run to run. 4.7 MB took 1.2 to 6.6 times the ordinary gradient's time, 2.4 MB 1.1 to 1.5 times.
     "fresh": 3.0,
 }
-PATCHES = 2 * _plan.TILE  # bytes of patches laid out at once: with half, 64 channels, 3x3 on 8x8, take 1.03 of the time
+AT_ONCE = 2 * _plan.TILE  # bytes of patches, and copies of the operands, at once: half takes up to 1.18 of the time
 ROW = 18  # numbers that a copy moves in the time that it takes to begin with a row of them
 
 
@@ -95,7 +95,7 @@ def counts(
     rows, numbers = _copied(z, x, g, geometry, kernel)
     turns = {"turn": z.n * z.groups * z.o * z.c * z.taps} if conv_turns(z.o, z.c * z.taps, z.t) else {}
     a, b = (z.c * z.taps, z.o) if turns else (z.o, z.c * z.taps)
-    tiles = conv_tiles(z.n, z.groups, z.groups * z.c * z.taps * z.t // g[3], g[3], 4)
+    tiles = conv_tiles(x, g, geometry, kernel, 4)
     steps = -(-z.n // tiles.samples) * -(-g[3] // tiles.length)
     found["patches"] = _product(z, a, b) | turns | {"row": rows, "number": numbers, "call": 1, "tile": steps}
     if geometry.stride[-1] > 1:
@@ -194,44 +194,52 @@ def _workspace(
     z: Sizes, x: Sequence[int], g: Sequence[int], geometry: ConvGeometry, kernel: Sequence[int], itemsize: int
 ) -> int:
     """Numbers that the patches strategy holds: the tile, the padded and the shifted input, a turned result."""
-    extents = [size + 2 * p for size, p in zip(x[3:], geometry.padding, strict=True)]
     patches = z.groups * z.c * z.taps
-    tiles = conv_tiles(z.n, z.groups, patches * z.t // g[3], g[3], itemsize)
-    held = patches * z.t // g[3] * tiles.length
-    if any(geometry.padding):
-        held += x[1] * x[2] * prod(extents)
-    if conv_shifts(geometry, kernel, extents, g[3:]):
-        held += x[1] * x[2] * kernel[-1] * prod(extents[:-1]) * g[-1]
+    tiles = conv_tiles(x, g, geometry, kernel, itemsize)
+    held = patches * z.t // g[3] * tiles.length + _copies(x, g, geometry, kernel)
     if conv_turns(z.o, z.c * z.taps, z.t):
         held += patches * z.o
     return tiles.samples * held
 
 
-def conv_tiles(n: int, groups: int, each: int, size: int, itemsize: int) -> Tiles:
-    """How to cut the patches of N samples, with `each` numbers at each of `size` places along the first axis.
+def _copies(x: Sequence[int], g: Sequence[int], geometry: ConvGeometry, kernel: Sequence[int]) -> int:
+    """Numbers of the padded and the shifted input of a sample."""
+    extents = [size + 2 * p for size, p in zip(x[3:], geometry.padding, strict=True)]
+    padded = x[1] * x[2] * prod(extents) if any(geometry.padding) else 0
+    shifts = conv_shifts(geometry, kernel, extents, g[3:])
+    return padded + (x[1] * x[2] * kernel[-1] * prod(extents[:-1]) * g[-1] if shifts else 0)
+
+
+def conv_tiles(
+    x: Sequence[int], g: Sequence[int], geometry: ConvGeometry, kernel: Sequence[int], itemsize: int
+) -> Tiles:
+    """How to cut the patches: into samples, and where one is too large, places along the first axis.
 
     Threads share the products out by sample and group, so there is one for each thread, and in the end no rest.
     """
-    least = min(n, -(-torch.get_num_threads() // groups))
-    whole = PATCHES // (each * size * itemsize)
-    if whole >= n:
-        return Tiles(n, size)
+    z = Sizes.of(x, g, geometry, kernel)
+    least = min(z.n, -(-torch.get_num_threads() // z.groups))
+    patches, size = z.groups * z.c * z.taps * z.t * itemsize, g[3]
+    each = patches + _copies(x, g, geometry, kernel) * itemsize
+    whole = AT_ONCE // each
+    if whole >= z.n:
+        return Tiles(z.n, size)
     if whole >= least:
-        return Tiles(_even(n, whole, least), size)
-    if least * each * size * itemsize <= _plan.WORKSPACE or itemsize < 4:  # short sums would be rounded each
+        return Tiles(_even(z.n, whole, least), size)
+    if least * each <= _plan.WORKSPACE or itemsize < 4:  # short sums would be rounded each
         return Tiles(least, size)
-    length = max(1, PATCHES // (least * each * itemsize))
+    length = max(1, AT_ONCE // (least * patches // size))
     return Tiles(least, -(-size // -(-size // length)))
 
 
 def grouped_tile(z: Sizes, itemsize: int) -> int:
     """How many samples a call of torch's kernel is for; it lays out input, cotangent and result anew.
 
-    Of 32 samples, depthwise 512 channels on 14x14, 16 at once take 0.9 of the time, 0.2 in memory that malloc has not
-    at hand; of 8, depthwise 64 on 112x112 with stride 2, 4 at once take 0.7.
+    Of 64 samples, 16 channels on 32x32, 32 at once take 0.6 of the time where malloc has no memory at hand, and 1.1
+    where it has; of 32, depthwise 512 on 14x14, 16 take 0.2 and 0.9.
     """
     each = z.groups * (z.c * z.s + z.o * z.t + z.o * z.c * z.taps) * itemsize
-    return min(z.n, _even(z.n, max(1, _plan.WORKSPACE // each), -(-torch.get_num_threads() // z.groups)))
+    return min(z.n, _even(z.n, max(1, AT_ONCE // each), -(-torch.get_num_threads() // z.groups)))
 
 
 def _even(n: int, most: int, least: int) -> int:

@@ -12,7 +12,7 @@ from ._factors import Factor, Outer, scaled, widened
 from ._windows import Columns
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Patches(Factor):
     """Gradients of a convolution's weight (O, C/G, *K), a sample being B images."""
 
@@ -81,8 +81,7 @@ class Patches(Factor):
         n, groups, size = len(out), self.geometry.groups, self.g.shape[3:]
         rows = out.view(n, groups, self.shape[0] // groups, -1)  # (N, G, O/G, C/G K)
         o, taps = rows.shape[2:]
-        positions = size_of(self.g) // size[0]  # at one place along the first axis
-        tiles = _conv_plan.conv_tiles(n, groups, groups * taps * positions, size[0], self.x.element_size())
+        tiles = _conv_plan.conv_tiles(self.x.shape, self.g.shape, self.geometry, self.kernel, self.x.element_size())
         columns = Columns(self.x, self.geometry, self.kernel, size, tiles)
         turned = (
             rows.new_empty(tiles.samples * groups, taps, o) if _conv_plan.conv_turns(o, taps, size_of(self.g)) else None

@@ -252,7 +252,7 @@ def test_conv_strategies_agree(d: int) -> None:
         for strategy, tile, turns, row in _ways(x, geometry, config.kernel):
             with (
                 mock.patch.object(_plan, "TILE", tile),
-                mock.patch.object(_conv_plan, "PATCHES", tile),
+                mock.patch.object(_conv_plan, "AT_ONCE", tile),
                 mock.patch.object(_plan, "WORKSPACE", tile),
                 mock.patch.object(_conv_plan, "conv_turns", return_value=turns),
                 mock.patch.object(_conv_plan, "ROW", row),
@@ -284,7 +284,7 @@ def test_grouped_convolutions_come_in_tiles() -> None:
     each = (x[0].numel() + g[0].numel() + 3 * 2 * 9) * x.element_size()
     want = factor.by("loop")
     with (
-        mock.patch.object(_plan, "WORKSPACE", 5 * each),
+        mock.patch.object(_conv_plan, "AT_ONCE", 5 * each),
         mock.patch.object(torch, "get_num_threads", return_value=2),
         mock.patch.object(_patches, "weight_gradient", wraps=_patches.weight_gradient) as kernel,
     ):

@@ -1,5 +1,6 @@
 """cross_entropy: no parameters, but under vmap it is taken apart into a dozen small ops."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +39,7 @@ def bind_cross_entropy(
     return (input, target), Options(weight, reduction, ignore_index, label_smoothing)
 
 
-_cross_entropy: Any = torch._C._nn.cross_entropy_loss  # what F.cross_entropy itself calls
+_cross_entropy: Callable[..., Tensor] = torch._C._nn.cross_entropy_loss  # what F.cross_entropy itself calls
 _REDUCTIONS = ("none", "mean", "sum")  # by torch's number for each
 
 
