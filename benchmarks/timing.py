@@ -2,11 +2,13 @@
 
 import warnings
 from collections.abc import Callable, Iterable
+from random import Random
 from statistics import median
 from time import perf_counter
 
 import psgrad
 
+from .machine import settle
 from .measured import Measured, describe
 from .peers import BASE
 from .peers.peer import Peer
@@ -35,9 +37,10 @@ def measure(
         warnings.simplefilter("ignore")  # the warm-up had them, and psgrad's fallback is said by the mark
         for i in range(rounds):
             names = [name for name in calls if turns[name] < ENOUGH or sum(times[name]) < patience]
-            start = i % max(len(names), 1)
-            for name in names[start:] + names[:start]:  # nobody always follows the same one
+            Random(i).shuffle(names)  # nobody always follows the same one
+            for name in names:
                 progress(f"round {i + 1}/{rounds} {name}")
+                settle()
                 times[name] += turn(calls[name])
                 turns[name] += 1
     for name, t in times.items():
