@@ -18,6 +18,8 @@ class PsgradError(Exception):
 class ArgumentError(PsgradError, ValueError):
     """An argument has a value that psgrad cannot work with."""
 
+    least = 0  # bytes: what a `max_bytes` that is too little has to be
+
 
 class ArgumentTypeError(PsgradError, TypeError):
     """An argument, or a leaf of one, has the wrong type."""

@@ -139,10 +139,14 @@ def _most(problem: Problem, max_bytes: int, work: Work, peaks: dict[int, int]) -
         return problem.n
     likely = _even(problem.n, max(1, problem.n * max_bytes // peak(problem.n)))  # each sample takes about as much
     if peak(likely) > max_bytes and peak(1) > max_bytes:
-        raise ArgumentError(
-            f"max_bytes={max_bytes:,} is too little: one sample at a time needs {peak(1):,}\n"
-            f"  give at least max_bytes={peak(1)}, or make the sample smaller."
+        n = min(peaks, key=peaks.__getitem__)  # all at once, where chunks have sums of their own
+        need = "one sample at a time needs" if n == 1 else f"{n} samples at a time need"
+        error = ArgumentError(
+            f"max_bytes={max_bytes:,} is too little: {need} {peaks[n]:,}\n"
+            f"  give at least max_bytes={peaks[n]}, or make the sample smaller."
         )
+        error.least = peaks[n]
+        raise error
     for _ in range(6):  # secant steps: the peak is close to a straight line in n
         low = max(n for n, size in peaks.items() if size <= max_bytes)
         high = min(n for n, size in peaks.items() if size > max_bytes and n > low)

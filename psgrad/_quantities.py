@@ -334,10 +334,13 @@ def clipped_grad(
     with _engine.differentiating():
         try:
             step = step_of(problem, chunk_size, max_bytes, _clip_work)
-        except ArgumentError:
-            if max_bytes is None or chunk_size is not None or len(bounds) > 1:
+        except ArgumentError as error:
+            if max_bytes is None or not error.least or len(bounds) > 1:
                 raise
-            totals, norms, values, good = _clipped_in_two(problem, bounds[0], nonfinite, max_bytes)
+            try:
+                totals, norms, values, good = _clipped_in_two(problem, bounds[0], nonfinite, max_bytes)
+            except ArgumentError as other:
+                raise min(error, other, key=lambda e: e.least) from None
         else:
             totals, norms, values, good = _clipped(problem, bounds, group, nonfinite, step)
     norms = [_chunk.spread_out(t, index, n) for t in norms]

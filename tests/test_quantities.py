@@ -394,6 +394,24 @@ def test_two_passes_where_one_needs_too_much(nonfinite: Any, monkeypatch: pytest
         psgrad.clipped_grad(fn, params, batch, 0.1, max_bytes=50)
 
 
+def test_the_bound_that_an_error_names_is_the_least() -> None:
+    """Where samples are small and parameters large, sums for each chunk would take more than all samples at once."""
+    fn, params = psgrad.from_module(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2)), F.cross_entropy)
+    batch = torch.randn(8, 64), torch.randint(2, (8,))
+    for run in (
+        lambda most: psgrad.clipped_grad(fn, params, batch, 0.1, max_bytes=most),
+        lambda most: psgrad.weighted_grad(fn, params, batch, torch.ones(8), max_bytes=most),
+        lambda most: psgrad.per_sample_norms(fn, params, batch, max_bytes=most),
+    ):
+        with pytest.raises(psgrad.ArgumentError, match="give at least") as error:
+            run(1)
+        least = int(str(error.value).split("max_bytes=")[-1].split(",")[0])
+        assert least < 64 * 64 * 4
+        run(least)
+        with pytest.raises(psgrad.ArgumentError, match=f"at least max_bytes={least}"):
+            run(least - 1)
+
+
 def test_a_bound_for_each_module_by_name() -> None:
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3))).double()
     fn, params = psgrad.from_module(model, F.cross_entropy)
