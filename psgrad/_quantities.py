@@ -598,24 +598,24 @@ def grad_stats(
     _chunk.refuse_inside_transforms("grad_stats")
     problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness=randomness, frugal=max_bytes is not None)
     n, (problem, index) = problem.n, _chunk.counting(problem, valid)
-    step = step_of(problem, chunk_size, max_bytes, partial(_chunk.summing, "stats", _stats_work))
+    step = step_of(problem, chunk_size, max_bytes, _chunk.work("stats", _stats_work))
     sq_norms, values, seen = [], [], 0
     with _engine.differentiating():
         mean = [meta.new() for meta in _chunk.metas(problem)]
         spread = [meta.new() for meta in _chunk.metas(problem)]
         for _, chunk in _chunk.chunks(problem, step):
             fg = _chunk.factored(chunk)
-            own = [t / len(fg) for t in fg._sums(None)]
+            own = [t.div_(len(fg)) for t in fg._sums(None)]
             share = len(fg) / (seen + len(fg))
             for m, s, t, part in zip(mean, spread, own, fg._spread(own), strict=True):  # Chan et al. (1983)
-                gap = t - m
-                s += part + gap.square() * (seen * share)
-                m += gap * share
+                gap = t.sub_(m)
+                m.add_(gap, alpha=share)
+                s.add_(part).add_(gap.square_(), alpha=seen * share)
             sq_norms.append(fg.sq_norms())
             values.append(fg.values)
             seen += len(fg)
     below = seen - 1 if seen > 1 else torch.nan
-    variance = [s / below for s in spread]
+    variance = [s.div_(below) for s in spread]
     if seen == 0:
         mean = [m * torch.nan for m in mean]
     dtype = _chunk.dtype_of(problem)

@@ -412,6 +412,19 @@ def test_the_bound_that_an_error_names_is_the_least() -> None:
             run(least - 1)
 
 
+def test_statistics_keep_their_bound_where_all_samples_fit_one_chunk() -> None:
+    fn, params = psgrad.from_module(nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 9)), F.cross_entropy)
+    batch = torch.randn(8, 64), torch.randint(9, (8,))
+    with pytest.raises(psgrad.ArgumentError) as error:
+        psgrad.grad_stats(fn, params, batch, max_bytes=1)
+    bound = int(str(error.value).split("max_bytes=")[-1].split(",")[0])
+    for most in (bound, 2 * bound):  # one sample at a time, and all of them
+        with _memory.Meter([*params.values(), *batch]) as meter:
+            found = psgrad.grad_stats(fn, params, batch, max_bytes=most)
+        result = sum(t.nbytes for t in (*found.mean.values(), *found.variance.values()))
+        assert 0 < meter.peak - result < 1.1 * most
+
+
 def test_a_bound_for_each_module_by_name() -> None:
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3))).double()
     fn, params = psgrad.from_module(model, F.cross_entropy)
