@@ -274,7 +274,7 @@ def norms_of_param(i: int, block: Block) -> Tensor | None:
 
 
 def norms_of_block(block: Block) -> Tensor | None:
-    return norm_of_all([kept.norms() for kept in reversed(block.kept)])  # a weight before its bias, as names have it
+    return norm_of_all([kept.norms() for kept in block.kept])
 
 
 def add_sums(

@@ -51,9 +51,6 @@ def norms_of(grads: Tensor) -> Tensor:
     return _vector_norm(grads, dim=1)  # a tenth of bmm's or einsum's time
 
 
-_NORMS = "_psgrad_norms"  # left on a cotangent by the factor of a weight, for that of its bias: 7 us
-
-
 def norm_of_norms(norms: Sequence[Tensor]) -> Tensor:
     """The norms (N,) of vectors whose parts have norms (N,); no square under- or overflows on the way."""
     return reduce(torch.hypot, norms)  # of 4 parts 9 us, where a norm of them stacked takes 23
@@ -76,8 +73,8 @@ def scaled(g: Tensor, w: Tensor | None) -> Tensor:
 
 
 class Factor:
-    """The per-sample gradients of one parameter at one call. A type is a dataclass of tensors with the sample
-    axis in front, which nobody changes (frozen costs); all but `dense`, `plan` and `shape` has a default."""
+    """The per-sample gradients of one parameter at one call. A type is a frozen dataclass of tensors with
+    the sample axis in front; all but `dense`, `plan` and `shape` has a default."""
 
     @property
     def plan(self) -> _plan.Plan:
@@ -203,7 +200,7 @@ def merged(t: Tensor) -> Tensor:
     return base if alike else t.flatten(0, 1)
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Dense(Factor):
     """Gradients that are there already."""
 
@@ -222,14 +219,13 @@ class Dense(Factor):
         return _keep(self.grads if self.own or out is not None else self.grads.clone(), out)
 
     def norms(self) -> Tensor:
-        found: Tensor | None = None if self.own else vars(self.grads).pop(_NORMS, None)
-        return norms_of(self.grads) if found is None else found
+        return norms_of(self.grads)
 
     def weighted_sum(self, w: Tensor | None = None) -> Tensor:
         return weighted_sum_of(self.grads, w)
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Product(Factor):
     """Gradients that are products, element by element: x[n] g[n], written straight to where they go."""
 
@@ -248,7 +244,7 @@ class Product(Factor):
         return self.x * self.g if out is None else torch.mul(self.x, self.g, out=out)
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Outer(Factor):
     """Gradients of a matrix, or of H of them: for sample n, the sum over t of g[n, t] x[n, t]^T."""
 
@@ -301,9 +297,7 @@ class Outer(Factor):
 
     def norms(self) -> Tensor:
         if self.x.dim() == 2:
-            of_g = norms_of(self.g)
-            setattr(self.g, _NORMS, of_g)
-            return norms_of(self.x).mul_(of_g)
+            return norms_of(self.x).mul_(norms_of(self.g))
         x, g = (own := self._plain).x, own.g
         if x.dim() == 2:
             return own.norms()
@@ -360,7 +354,7 @@ class Outer(Factor):
         return squares.clamp_(min=0).to(mean.dtype)
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Rows(Factor):
     """Gradients of a table of rows: for sample n, g[n, t] added to row index[n, t]."""
 
@@ -422,7 +416,7 @@ class Rows(Factor):
         return found % self.rows, g.new_zeros(len(found), g.shape[1]).index_add_(0, where, g)
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Tied(Factor):
     """A table read by index and multiplied as a matrix, as language models tie embedding and head."""
 

@@ -124,7 +124,7 @@ class Kept(NamedTuple):
         return Dense(self.dense(_alloc.empty((n, *self.shape), like)))
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Placed(Factor):
     """The sum of factors of parts that overlap."""
 
@@ -169,7 +169,7 @@ class Placed(Factor):
         return total
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Pulled(Factor):
     """Gradients that reach a parameter through functions of parameters alone, such as a weight norm.
 

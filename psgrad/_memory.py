@@ -138,7 +138,7 @@ def _most(problem: Problem, max_bytes: int, work: Work, peaks: dict[int, int]) -
     if peak(problem.n) <= max_bytes:
         return problem.n
     likely = _even(problem.n, max(1, problem.n * max_bytes // peak(problem.n)))  # each sample takes about as much
-    if peak(likely) > max_bytes and peak(1) > max_bytes:
+    if peak(likely) > max_bytes and peak(1) > max_bytes and min(peaks.values()) > max_bytes:
         n = min(peaks, key=peaks.__getitem__)  # all at once, where chunks have sums of their own
         need = "one sample at a time needs" if n == 1 else f"{n} samples at a time need"
         error = ArgumentError(

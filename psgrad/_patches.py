@@ -12,7 +12,7 @@ from ._factors import Factor, Outer, scaled, widened
 from ._windows import Columns
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Patches(Factor):
     """Gradients of a convolution's weight (O, C/G, *K), a sample being B images."""
 

@@ -437,11 +437,11 @@ def _clipped_in_two(
     problem: Problem, bound: Any, nonfinite: str, max_bytes: int
 ) -> tuple[list[Tensor | None], list[Tensor], Tensor, bool]:
     """The same by two passes: norms, then the gradient of the weighted losses. Both draw the same numbers."""
-    works = (
-        partial(_chunk.summing, "sums", _chunk.sums),
-        _chunk.work("norms", _chunk.norms),
-    )  # the first asks for more, as a rule
-    step = min(step_of(problem, None, max_bytes, work) for work in works)
+
+    def both(problem: Problem, run: Run) -> object:
+        return _chunk.norms(problem, run), _chunk.sums(problem, run)
+
+    step = step_of(problem, None, max_bytes, partial(_chunk.summing, "clipped in two", both))
     states, norms, values = [], [], []
     for _, chunk in _chunk.chunks(problem, step):
         states.append(generators(problem.params))
@@ -604,16 +604,10 @@ def grad_stats(
         mean = [meta.new() for meta in _chunk.metas(problem)]
         spread = [meta.new() for meta in _chunk.metas(problem)]
         for _, chunk in _chunk.chunks(problem, step):
-            fg = _chunk.factored(chunk)
-            own = [t.div_(len(fg)) for t in fg._sums(None)]
-            share = len(fg) / (seen + len(fg))
-            for m, s, t, part in zip(mean, spread, own, fg._spread(own), strict=True):  # Chan et al. (1983)
-                gap = t.sub_(m)
-                m.add_(gap, alpha=share)
-                s.add_(part).add_(gap.square_(), alpha=seen * share)
-            sq_norms.append(fg.sq_norms())
-            values.append(fg.values)
-            seen += len(fg)
+            squares, losses = _stats_of(chunk, mean, spread, seen)
+            sq_norms.append(squares)
+            values.append(losses)
+            seen += chunk.n
     below = seen - 1 if seen > 1 else torch.nan
     variance = [s.div_(below) for s in spread]
     if seen == 0:
@@ -632,6 +626,18 @@ def grad_stats(
         sq_mean,
         trace / sq_mean,
     )
+
+
+def _stats_of(chunk: Problem, mean: list[Tensor], spread: list[Tensor], seen: int) -> tuple[Tensor, Tensor]:
+    """Squared norms and losses of a chunk, whose samples join the `seen` ones in `mean` and `spread`."""
+    fg = _chunk.factored(chunk)
+    own = [t.div_(len(fg)) for t in fg._sums(None)]
+    share = len(fg) / (seen + len(fg))
+    for m, s, t, part in zip(mean, spread, own, fg._spread(own), strict=True):  # Chan et al. (1983)
+        gap = t.sub_(m)
+        m.add_(gap, alpha=share)
+        s.add_(part).add_(gap.square_(), alpha=seen * share)
+    return fg.sq_norms(), fg.values
 
 
 def _stats_work(problem: Problem, run: Run) -> object:

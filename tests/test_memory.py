@@ -9,9 +9,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 import psgrad
 from psgrad import _memory
+from psgrad._applied import Applied
+from psgrad._param import Param, Source
+from psgrad._plan import ConvGeometry
+from psgrad.rules.conv import CONV
 
 resident = pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="Linux says how much memory a process takes"
@@ -162,3 +167,32 @@ def test_a_bound_for_which_one_sample_is_too_much() -> None:
         pytest.raises(psgrad.ArgumentError, match="max_bytes=1,000 is too little: one sample at a time needs 1,001"),
     ):
         _memory._most(problem, 1000, mock.sentinel.work, {})
+
+
+def test_some_samples_may_need_less_than_one() -> None:
+    sizes = {1: 100, 2: 90, 3: 50, 8: 300}
+    assert _memory._most(SimpleNamespace(n=8), 60, mock.sentinel.work, dict(sizes)) == 3  # type: ignore[arg-type]
+    with pytest.raises(psgrad.ArgumentError, match="max_bytes=40 is too little: 3 samples at a time need 50"):
+        _memory._most(SimpleNamespace(n=8), 40, mock.sentinel.work, dict(sizes))  # type: ignore[arg-type]
+
+
+# ---- the order of a backward -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "order"), [(9, ["input", "weight"]), (3, ["weight", "input"])])
+def test_an_input_gradient_goes_before_the_weights_where_it_is_the_larger(size: int, order: list[str]) -> None:
+    """(2, 1, 4, size, size) numbers, and (2, 4, 4, 3, 3) of the weight."""
+    x, g = torch.randn(2, 1, 4, size, size), torch.randn(2, 1, 4, size, size)
+    weight = torch.randn(4, 4, 3, 3)
+    met: list[str] = []
+    source = Source(0, str, weight, weight.expand(2, *weight.shape))
+    sink: Any = SimpleNamespace(add=lambda *_: met.append("weight"))
+    rule = CONV[1]
+    applied = Applied(rule, ConvGeometry((1, 1), (1, 1), (1, 1), 1), (Param(weight, source, weight), None), sink)
+    with mock.patch.object(applied, "rule", wraps=rule) as watched:
+        watched.native = True
+        watched.backward.side_effect = lambda *a: (a[-1].x and met.append("input")) or rule.backward(*a)
+        gx = applied.backward(g, x, [weight, None], (), True)
+    assert met == order
+    want = torch.nn.functional.conv_transpose2d(g[:, 0], weight, padding=1)[:, None]
+    torch.testing.assert_close(gx, want)
