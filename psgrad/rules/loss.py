@@ -69,7 +69,7 @@ def cross_entropy(options: Options, x: Tensor, target: Tensor) -> Tensor:
     if weight is not None:
         counts = target != ignored
         return each / (weight[target.where(counts, 0)] * counts).reshape(n, size).sum(1)
-    cheap = type(target) is Tensor and target.device.type == "cpu" and not ft.is_recorded()
+    cheap = type(target) is Tensor and target.is_cpu and not ft.is_recorded()
     if cheap and not _is_among(ignored, target):  # a look costs a quarter of a division and its backward
         return each / size if size != 1 else each
     return each / (target.reshape(n, size) != ignored).sum(1)  # none counted: 0 / 0, as torch has it
