@@ -429,6 +429,13 @@ def test_statistics_keep_their_bound() -> None:
         assert 0 < meter.peak - result < 1.1 * least * percent // 100
 
 
+@pytest.mark.parametrize("max_norm", [1e300, float("inf"), torch.tensor(1e300, dtype=torch.float64)])
+def test_a_bound_beyond_the_norms_dtype_clips_nothing(max_norm: Any) -> None:
+    batch = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
+    found = psgrad.clipped_grad(lambda w, x: (w * x).sum(), torch.zeros(2), batch, max_norm)
+    assert_close(found.grad, torch.tensor([3.0, 4.0]))
+
+
 def test_a_bound_for_each_module_by_name() -> None:
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3))).double()
     fn, params = psgrad.from_module(model, F.cross_entropy)
