@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple
 
 import torch
@@ -188,9 +189,10 @@ def measure(problem: Problem, rounds: int, peers: bool = True) -> dict[str, floa
     for call in contenders.values():
         call()
     best = dict.fromkeys(contenders, float("inf"))
+    names = list(contenders)
     for i in range(rounds):
-        start = i % len(contenders)
-        for name in (list(contenders) * 2)[start : start + len(contenders)]:
+        Random(i).shuffle(names)  # nobody always follows the same one
+        for name in names:
             best[name] = min(best[name], *turn(contenders[name]))
     return best
 

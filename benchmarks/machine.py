@@ -16,10 +16,10 @@ def keep_memory() -> None:
     torch.empty((32 << 20) - (64 << 10), dtype=torch.uint8)
 
 
-def settle(patience: float = 2.0) -> None:
+def settle() -> None:
     """Wait until this process's own threads rest: JAX's are at work for 0.4 s after a call that made 2 GB, in which
     whoever comes next takes 2.2 times as long."""
-    end = time.monotonic() + patience
+    end = time.monotonic() + 2  # seconds: some may never rest
     while time.monotonic() < end:
         used = time.process_time()
         time.sleep(0.005)
