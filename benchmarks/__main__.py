@@ -42,7 +42,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--quantity", type=among(NAMES), help=f"some of {', '.join(NAMES)}, with commas (all)")
     add("--only", type=among(WORKLOADS), help=f"some of {', '.join(WORKLOADS)} (all)")
     add("--peers", type=among(PEERS), help=f"some of {', '.join(PEERS)} (all; for --sweep {', '.join(GROWTH)})")
-    add("--rounds", type=positive, help="turns of each contender (30)")
+    add("--rounds", type=positive, help="turns of each contender, of slow ones fewer (30)")
     add("--quick", action="store_true", help=f"one round of {', '.join(QUICK)}, and less patience with slow ones")
     add("--memory", action="store_true", help="peak memory in place of time (of grads, norms and clipped)")
     add("--malloc", choices=list(memory.MALLOC), default="tight", help="for --memory: with the holes of malloc, or not")
@@ -53,7 +53,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--plots", type=Path, metavar="DIR", help="draw the figures there (needs matplotlib)")
     args = parser.parse_args(argv)
     args.rounds = args.rounds or (1 if args.quick else 30)
-    args.patience = 1.0 if args.quick else 20.0
+    args.patience = 1.0 if args.quick else 3.0  # seconds that a contender may take in all
     args.peers = args.peers or list(GROWTH if args.sweep else PEERS)
     args.quantity = args.quantity or [name for name in NAMES if wanted(name, args)]
     return args

@@ -24,6 +24,7 @@ import psgrad
 from psgrad import _memory
 
 from .memory import MALLOC, grown
+from .timing import fastest
 from .workloads import WORKLOADS, Task, setup
 
 QUANTITIES = ("grads", "norms", "clipped")
@@ -154,13 +155,7 @@ def times_of(workload: str, quantity: str, rows: Sequence[Bounded], rounds: int)
             call(max_bytes=row.bound)
         calls = {0: partial(call, max_bytes=row.bound)}
         calls |= {n: partial(call, chunk_size=n) for n in fixed(samples) if row.best / 4 <= n <= row.best}
-        times: dict[int, float] = dict.fromkeys(calls, float("inf"))
-        for turn in range(rounds + 1):
-            for n, each in calls.items():
-                start = perf_counter()
-                each()
-                if turn:  # the first warms up
-                    times[n] = min(times[n], perf_counter() - start)
+        times = fastest(calls, rounds)
         own = times.pop(0)
         best = min(times, key=lambda n: times[n])
         values = asdict(row) | {"choosing": choices.seconds, "call": own, "best": best, "slower": own / times[best]}
@@ -201,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--only", type=among(WORKLOADS), help=f"some of {', '.join(WORKLOADS)} (all but mlp-tiny)")
     parser.add_argument("--quantity", type=among(QUANTITIES), default=list(QUANTITIES), help="some of %(default)s")
-    parser.add_argument("--rounds", type=positive, default=5, help="turns of each chunk size (%(default)s)")
+    parser.add_argument("--rounds", type=positive, default=3, help="turns of each chunk size (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)

@@ -7,10 +7,9 @@ missed.
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from random import Random
 from typing import Any, NamedTuple
 
 import torch
@@ -24,12 +23,11 @@ from psgrad._plan import ConvGeometry
 
 from .__main__ import among, positive, progress
 from .machine import BUSY, Others
-from .timing import turn
+from .timing import Call, fastest
 from .workloads import setup
 
 BAR = 1.3  # ours over the ordinary weight gradient and a fill of what ours writes beyond it
 NOISE = 1.05  # by how much ours may trail vmap(grad): what two runs of one call differ by
-Call = Callable[[], object]
 
 
 class Shape(NamedTuple):
@@ -188,13 +186,7 @@ def measure(problem: Problem, rounds: int, peers: bool = True) -> dict[str, floa
     contenders = problem.contenders() if peers else problem.each()
     for call in contenders.values():
         call()
-    best = dict.fromkeys(contenders, float("inf"))
-    names = list(contenders)
-    for i in range(rounds):
-        Random(i).shuffle(names)  # nobody always follows the same one
-        for name in names:
-            best[name] = min(best[name], *turn(contenders[name]))
-    return best
+    return fastest(contenders, rounds)
 
 
 class Row(NamedTuple):

@@ -9,7 +9,7 @@ import argparse
 import json
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,10 +22,11 @@ from psgrad._registry import Fold, Needs
 from .__main__ import among, positive
 from .layer_shapes import FAMILIES, Case
 from .machine import BUSY, Others
-from .timing import turn
+from .timing import fastest
 from .workloads import setup
 
 BAR = 1.15
+PATIENCE = 2.0  # seconds that a contender may take in all: recurrent layers under vmap take one in a call
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,19 +93,10 @@ def measure(case: Case, rounds: int) -> dict[str, float]:
     calls["vmap"] = vmapped(case, g.reshape(len(case.x), *case.op(case.x[0], *case.params).shape))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of ops that vmap runs in a loop
-        times = fastest(calls, rounds)
+        times = fastest(calls, rounds, PATIENCE)
     if not case.with_forward:  # it runs the forward, too, which the others do not
         times["vmap"] -= times["forward"]
     return times
-
-
-def fastest(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """The shortest time of each call, in turns."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            times[name] += turn(call)
-    return {name: min(t) for name, t in times.items()}
 
 
 def check(summed: Sequence[Tensor], each: Sequence[Tensor], params: int) -> None:

@@ -1,10 +1,12 @@
 """Times of contenders on one task, interleaved: the minimum of each is what it costs, the rest is noise."""
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from math import inf
 from random import Random
 from statistics import median
 from time import perf_counter
+from typing import TypeVar
 
 import psgrad
 
@@ -18,6 +20,7 @@ TURN = 0.05  # seconds: short calls repeat within a turn; with 0.01 a call of 0.
 CALLS = 3  # in a turn at least: the first meets memory as another contender left it, the next as in a training loop
 ENOUGH = 3  # turns that even a slow contender gets
 Call = Callable[[], object]
+K = TypeVar("K", bound=Hashable)
 
 
 def measure(
@@ -31,22 +34,35 @@ def measure(
         call, found[peer.name] = warm(truth, quantity, peer)
         if call:
             calls[peer.name] = call
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    turns = dict.fromkeys(calls, 0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the warm-up had them, and psgrad's fallback is said by the mark
-        for i in range(rounds):
-            names = [name for name in calls if turns[name] < ENOUGH or sum(times[name]) < patience]
-            Random(i).shuffle(names)  # nobody always follows the same one
-            for name in names:
-                progress(f"round {i + 1}/{rounds} {name}")
-                settle()
-                times[name] += turn(calls[name])
-                turns[name] += 1
-    for name, t in times.items():
-        first = found[name]
-        found[name] = Measured(min(t), median(t) / min(t), turns[name], mark=first.mark, note=first.note)
+        times = interleaved(calls, rounds, patience, progress)
+    for name, turns in times.items():
+        first, each = found[name], [seconds for turn in turns for seconds in turn]
+        found[name] = Measured(min(each), median(each) / min(each), len(turns), mark=first.mark, note=first.note)
     return found
+
+
+def interleaved(
+    calls: Mapping[K, Call], rounds: int, patience: float = inf, progress: Callable[[str], None] = lambda _: None
+) -> dict[K, list[list[float]]]:
+    """The times of each call, turn by turn; in each round all have theirs, but those that took `patience` seconds."""
+    times: dict[K, list[list[float]]] = {name: [] for name in calls}
+    spent = dict.fromkeys(calls, 0.0)
+    for i in range(rounds):
+        names = [name for name in calls if len(times[name]) < ENOUGH or spent[name] < patience]
+        Random(i).shuffle(names)  # nobody always follows the same one
+        for name in names:
+            progress(f"round {i + 1}/{rounds} {name}")
+            settle()
+            times[name].append(turn(calls[name]))
+            spent[name] += sum(times[name][-1])
+    return times
+
+
+def fastest(calls: Mapping[K, Call], rounds: int, patience: float = inf) -> dict[K, float]:
+    """The shortest time of each call."""
+    return {name: min(map(min, turns)) for name, turns in interleaved(calls, rounds, patience).items()}
 
 
 def warm(truth: Truth, quantity: str, peer: Peer) -> tuple[Call | None, Measured]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import bars, bounded, compare, convolutions, fit_convolutions, large, layers, measured, memory
+from benchmarks import bars, bounded, compare, convolutions, fit_convolutions, large, layers, measured, memory, timing
 from benchmarks.measured import Measured, Record
 from benchmarks.peers import PEERS
 from benchmarks.peers.peer import Peer, Ready
@@ -214,7 +214,7 @@ SMALL = "cifar 32-64 1x1 /2"
 def test_convolutions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A row with the time of every strategy, and an exit code that says what the row says."""
     monkeypatch.setattr(convolutions, "setup", dict)
-    monkeypatch.setattr(convolutions, "turn", lambda call: [call() is None or 0.001])
+    monkeypatch.setattr(timing, "turn", lambda call: [call() is None or 0.001])
     file = tmp_path / "times.json"
     code = convolutions.main(["--only", SMALL, "--rounds", "1", "--sets", "2", "--json", str(file)])
     assert code == 0
