@@ -23,11 +23,9 @@ AVAILABLE = all(
         "_unwrap_batched",
         "_vmap_decrement_nesting",
         "_vmap_increment_nesting",
-        "get_unwrapped",
         "is_batchedtensor",
         "is_gradtrackingtensor",
         "maybe_current_level",
-        "maybe_get_bdim",
         "maybe_get_level",
         "pop_dynamic_layer_stack",
         "push_dynamic_layer_stack",
@@ -79,10 +77,11 @@ def is_differentiated(t: Tensor) -> bool:
 
 def lower(t: Tensor, n: int, level: int) -> Tensor:
     """The (N, ...) tensor behind a batched one; an unbatched one is the same for every sample."""
-    if _ft.maybe_get_level(t) != level or not _ft.is_batchedtensor(t):
-        return t.expand(n, *t.shape)
-    inner: Tensor = _ft.get_unwrapped(t)
-    return inner.movedim(dim, 0) if (dim := _ft.maybe_get_bdim(t)) else inner
+    inner: Tensor
+    inner, dim = _ft._unwrap_batched(t, level)
+    if dim is None:
+        return inner.expand(n, *inner.shape)
+    return inner.movedim(dim, 0) if dim else inner
 
 
 def wrap(t: Tensor, level: int) -> Tensor:
