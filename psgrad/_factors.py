@@ -42,10 +42,15 @@ def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
 _vector_norm: Callable[..., Tensor] = torch.linalg.vector_norm
 
 
+def flat(grads: Tensor) -> Tensor:
+    """(N, *shape) as (N, P)."""
+    axes = grads.dim()
+    return grads if axes == 2 else grads.flatten(1) if axes > 2 else grads[:, None]
+
+
 def norms_of(grads: Tensor) -> Tensor:
     """Norms (N,) of gradients (N, *shape)."""
-    if grads.dim() != 2:
-        grads = grads.flatten(1) if grads.dim() > 2 else grads[:, None]
+    grads = flat(grads)
     if grads.element_size() < 4:
         return _vector_norm(grads, dim=1, dtype=torch.float32)
     return _vector_norm(grads, dim=1)  # a tenth of bmm's or einsum's time
@@ -60,10 +65,9 @@ def weighted_sum_of(grads: Tensor, w: Tensor | None) -> Tensor:
     """Gradients (N, *shape) summed with weights (N,), or as they are."""
     if w is None:
         return grads.sum(0, dtype=wide(grads.dtype))
-    flat = widened(grads)
-    if flat.dim() == 2:
-        return torch.mv(flat.t(), cast(w, flat.dtype))
-    return torch.mv(flat.reshape(len(grads), -1).t(), cast(w, flat.dtype)).view(grads.shape[1:])
+    rows = flat(widened(grads))
+    found = torch.mv(rows.t(), cast(w, rows.dtype))
+    return found if grads.dim() == 2 else found.view(grads.shape[1:])
 
 
 def scaled(g: Tensor, w: Tensor | None) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _plan
-from ._factors import Dense, Factor, Outer, Rows, Tied, wide, widened
+from ._factors import Dense, Factor, Outer, Rows, Tied, flat, wide, widened
 from ._patches import Patches
 
 
@@ -28,11 +28,12 @@ def _summands(factor: Factor) -> tuple[Factor, ...]:
 
 
 def _dots(a: Factor, b: Factor) -> Tensor:
+    if isinstance(a, Dense) and isinstance(b, Dense) and a.grads.dtype == b.grads.dtype == wide(a.grads.dtype):
+        return torch.mm(flat(a.grads), flat(b.grads).mT)
     if isinstance(a, Outer) and isinstance(b, Outer) and a.x.dim() < 4 and b.x.dim() < 4 and a.shape == b.shape:
-        one, other = a.rows, b.rows
-        plan = _plan.outer_dots(*one.x.shape[:2], *other.x.shape[:2], *a.shape)
+        plan = _plan.outer_dots(len(a.x), _positions(a), len(b.x), _positions(b), *a.shape)
         if plan.strategy == "gram":
-            return _by_gram(one, other)
+            return _by_gram(a, b)
     if (isinstance(a, Rows) or isinstance(b, Rows)) and a.shape == b.shape:
         if isinstance(a, Rows) and isinstance(b, Rows) and a.index.shape[1] == b.index.shape[1] == 1:
             products = widened(a.g[:, 0]) @ widened(b.g[:, 0]).mT
@@ -47,13 +48,22 @@ def _dots(a: Factor, b: Factor) -> Tensor:
 
 def _by_gram(a: Outer, b: Outer) -> Tensor:
     """The products of every position of one sample with every position of another."""
-    t, (m, s, _) = a.x.shape[1], b.x.shape
-    x, g = widened(b.x).flatten(0, 1).mT, widened(b.g).flatten(0, 1).mT  # (I, M S), (O, M S)
+    m, t, s = len(b.x), _positions(a), _positions(b)
+    x, g = _matrix(b.x).mT, _matrix(b.g).mT  # (I, M S), (O, M S)
     found = []
     for _, part in a.tiles(2 * t * m * s * 4):
-        products = (widened(part.x).flatten(0, 1) @ x).mul_(widened(part.g).flatten(0, 1) @ g)
+        products = torch.mm(_matrix(part.x), x).mul_(torch.mm(_matrix(part.g), g))
         found.append(products.view(-1, t, m, s).sum((1, 3)) if t * s != 1 else products)
-    return torch.cat(found)
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _positions(factor: Outer) -> int:
+    return 1 if factor.x.dim() == 2 else factor.x.shape[1]
+
+
+def _matrix(t: Tensor) -> Tensor:
+    """(N, T, I) as (N T, I), (N, I) as it is; in the dtype for sums."""
+    return widened(t if t.dim() == 2 else t.flatten(0, 1))
 
 
 def _rows_of(factor: Factor, touched: Tensor) -> Factor:

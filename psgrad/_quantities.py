@@ -529,6 +529,9 @@ def _crossed(problem: Problem, second: Problem | None, step: int) -> Tensor:
             rewind(states[k])
             return _chunk.factored(columns[k])
 
+    if len(rows) == len(columns) == 1:
+        left = _chunk.factored(rows[0])
+        return left.dots(left if second is None else _chunk.factored(columns[0])).contiguous()
     m = problem.n if second is None else second.n
     out = torch.zeros(problem.n, m, dtype=_chunk.dtype_of(problem), device=problem.params[0].device)
     for i, chunk in enumerate(rows):
