@@ -16,6 +16,8 @@ from .quantities import NAMES, Truth
 from .table import Table
 from .workloads import QUICK, SWEEP, SWEEP_NORMS, SWEEP_WIDTH, WORKLOADS, Point, setup
 
+PATIENCE = 3.0  # seconds of a contender, after which it gets no more turns than it must
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
@@ -43,7 +45,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--only", type=among(WORKLOADS), help=f"some of {', '.join(WORKLOADS)} (all)")
     add("--peers", type=among(PEERS), help=f"some of {', '.join(PEERS)} (all; for --sweep {', '.join(GROWTH)})")
     add("--rounds", type=positive, help="turns of each contender, of slow ones fewer (30)")
-    add("--quick", action="store_true", help=f"one round of {', '.join(QUICK)}, and less patience with slow ones")
+    add("--quick", action="store_true", help=f"one round of {', '.join(QUICK)}")
     add("--memory", action="store_true", help="peak memory in place of time (of grads, norms and clipped)")
     add("--malloc", choices=list(memory.MALLOC), default="tight", help="for --memory: with the holes of malloc, or not")
     add("--sweep", action="store_true", help="how cost grows with samples, width and length (not of gram)")
@@ -53,7 +55,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--plots", type=Path, metavar="DIR", help="draw the figures there (needs matplotlib)")
     args = parser.parse_args(argv)
     args.rounds = args.rounds or (1 if args.quick else 30)
-    args.patience = 1.0 if args.quick else 3.0  # seconds that a contender may take in all
     args.peers = args.peers or list(GROWTH if args.sweep else PEERS)
     args.quantity = args.quantity or [name for name in NAMES if wanted(name, args)]
     return args
@@ -116,7 +117,7 @@ class Run:
                 found = memory.measure(point, quantity, peers, doing, self.args.malloc)
             else:
                 others = Others()
-                found = timing.measure(truth, quantity, peers, self.args.rounds, self.args.patience, doing)
+                found = timing.measure(truth, quantity, peers, self.args.rounds, PATIENCE, doing)
                 share = others.share()
                 if share > BUSY:
                     table.remarks[f"Other processes took over {BUSY:.0%} of the cores: not to be trusted."] = None

@@ -22,11 +22,11 @@ from psgrad._registry import Fold, Needs
 from .__main__ import among, positive
 from .layer_shapes import FAMILIES, Case
 from .machine import BUSY, Others
-from .timing import fastest
+from .timing import Call, fastest
 from .workloads import setup
 
 BAR = 1.15
-PATIENCE = 2.0  # seconds that a contender may take in all: recurrent layers under vmap take one in a call
+PATIENCE = 2.0  # seconds of a contender, after which it gets no more turns than it must
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,7 +82,7 @@ def measure(case: Case, rounds: int) -> dict[str, float]:
     torch.testing.assert_close(z, y.reshape(z.shape), atol=1e-3, rtol=1e-3)
     check(base.backward(y, g), rule.backward(z, g_rule), len(case.params))
     if case.with_forward:
-        calls: dict[str, Callable[[], object]] = {
+        calls: dict[str, Call] = {
             "ordinary": lambda: base.backward(base.forward(), g),
             "rule": lambda: rule.backward(rule.forward(), g_rule),
         }
@@ -128,7 +128,7 @@ def ordinary(case: Case) -> Sides:
     return Sides(lambda: case.whole(x, *params), lambda y, g: torch.autograd.grad(y, wanted, g, retain_graph=True))
 
 
-def vmapped(case: Case, g: Tensor) -> Callable[[], object]:
+def vmapped(case: Case, g: Tensor) -> Call:
     """vmap over samples of each one's vjp."""
 
     def one(x: Tensor, g: Tensor) -> Any:

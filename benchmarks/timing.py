@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from itertools import chain
 from math import inf
 from random import Random
 from statistics import median
@@ -26,7 +27,7 @@ K = TypeVar("K", bound=Hashable)
 def measure(
     truth: Truth, quantity: str, peers: Iterable[Peer], rounds: int, patience: float, progress: Callable[[str], None]
 ) -> dict[str, Measured]:
-    """Times of each contender; `patience` is how many seconds one may take in all before it gets no more turns."""
+    """Times of each contender; `patience` as in `interleaved`."""
     calls: dict[str, Call] = {}
     found: dict[str, Measured] = {}
     for peer in peers:
@@ -38,7 +39,7 @@ def measure(
         warnings.simplefilter("ignore")  # the warm-up had them, and psgrad's fallback is said by the mark
         times = interleaved(calls, rounds, patience, progress)
     for name, turns in times.items():
-        first, each = found[name], [seconds for turn in turns for seconds in turn]
+        first, each = found[name], list(chain.from_iterable(turns))
         found[name] = Measured(min(each), median(each) / min(each), len(turns), mark=first.mark, note=first.note)
     return found
 
@@ -46,7 +47,7 @@ def measure(
 def interleaved(
     calls: Mapping[K, Call], rounds: int, patience: float = inf, progress: Callable[[str], None] = lambda _: None
 ) -> dict[K, list[list[float]]]:
-    """The times of each call, turn by turn; in each round all have theirs, but those that took `patience` seconds."""
+    """The times of each call, turn by turn; one that has taken `patience` seconds, and had `ENOUGH`, gets no more."""
     times: dict[K, list[list[float]]] = {name: [] for name in calls}
     spent = dict.fromkeys(calls, 0.0)
     for i in range(rounds):

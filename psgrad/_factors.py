@@ -378,8 +378,8 @@ class Rows(Factor):
         (n, _, d), v = self.g.shape, self.rows
         grads = out if out is not None and out.is_contiguous() and out.dtype == self.g.dtype else None
         grads = (_alloc.empty((n, v, d), self.g) if grads is None else grads).zero_()
-        flat = (self.index + v * torch.arange(n, device=self.g.device)[:, None]).flatten()
-        grads.view(n * v, d).index_add_(0, flat, self.g.flatten(0, 1))
+        places = (self.index + v * torch.arange(n, device=self.g.device)[:, None]).flatten()
+        grads.view(n * v, d).index_add_(0, places, self.g.flatten(0, 1))
         return grads if out is None or grads is out else out.copy_(grads)
 
     def norms(self) -> Tensor:

@@ -53,15 +53,6 @@ def _load_decompositions() -> None:
     _predispatch.lazy_load_decompositions()
 
 
-def unwrap(t: Tensor, n: int, level: int) -> Tensor:
-    """A result of the function as an (N, ...) tensor; to be called inside the level."""
-    inner, dim = _ft._unwrap_batched(t, level)
-    if dim is None:
-        inner, dim = inner.expand(n, *inner.shape).clone(), 0
-    result: Tensor = inner.movedim(dim, 0) if dim else inner
-    return result
-
-
 current_level: Callable[[], int | None] = _ft.maybe_current_level  # of the innermost transform in this thread
 
 
@@ -82,6 +73,12 @@ def lower(t: Tensor, n: int, level: int) -> Tensor:
     if dim is None:
         return inner.expand(n, *inner.shape)
     return inner.movedim(dim, 0) if dim else inner
+
+
+def unwrap(t: Tensor, n: int, level: int) -> Tensor:
+    """The same of a result of the function: memory of its own for every sample."""
+    found = lower(t, n, level)
+    return found if is_batched(t, level) else found.clone()
 
 
 def wrap(t: Tensor, level: int) -> Tensor:

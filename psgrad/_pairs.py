@@ -28,7 +28,7 @@ def _summands(factor: Factor) -> tuple[Factor, ...]:
 
 
 def _dots(a: Factor, b: Factor) -> Tensor:
-    if isinstance(a, Dense) and isinstance(b, Dense) and a.grads.dtype == b.grads.dtype == wide(a.grads.dtype):
+    if isinstance(a, Dense) and isinstance(b, Dense) and _is_matrix(a) and _is_matrix(b) and a.dtype == b.dtype:
         return torch.mm(flat(a.grads), flat(b.grads).mT)
     if isinstance(a, Outer) and isinstance(b, Outer) and a.x.dim() < 4 and b.x.dim() < 4 and a.shape == b.shape:
         plan = _plan.outer_dots(len(a.x), _positions(a), len(b.x), _positions(b), *a.shape)
@@ -46,6 +46,11 @@ def _dots(a: Factor, b: Factor) -> Tensor:
     return _by_tiles(a, b)
 
 
+def _is_matrix(factor: Dense) -> bool:
+    """Whether a product takes the gradients as they lie; others are laid out or widened a tile at a time."""
+    return factor.grads.is_contiguous() and factor.grads.dtype == wide(factor.grads.dtype)
+
+
 def _by_gram(a: Outer, b: Outer) -> Tensor:
     """The products of every position of one sample with every position of another."""
     m, t, s = len(b.x), _positions(a), _positions(b)
@@ -58,6 +63,7 @@ def _by_gram(a: Outer, b: Outer) -> Tensor:
 
 
 def _positions(factor: Outer) -> int:
+    """How many positions a sample has; one where there is no axis for them."""
     return 1 if factor.x.dim() == 2 else factor.x.shape[1]
 
 
@@ -82,8 +88,8 @@ def _by_tiles(a: Factor, b: Factor) -> Tensor:
     dtype = wide(torch.promote_types(a.dtype, b.dtype))
     total: Tensor | None = None
     for one, other in zip(*_aligned(a, b), strict=True):
-        rows = one.dense().reshape(len(one), -1).to(dtype)
-        columns = rows if a is b else other.dense().reshape(len(other), -1).to(dtype)
+        rows = flat(one.dense()).to(dtype)
+        columns = rows if a is b else flat(other.dense()).to(dtype)
         total = rows @ columns.mT if total is None else torch.addmm(total, rows, columns.mT, out=total)
     assert total is not None
     return total

@@ -24,7 +24,7 @@ from ._factored import (
     finite_of,
     refuse_nonfinite,
 )
-from ._factors import norm_of_norms
+from ._factors import flat, norm_of_norms
 from ._memory import Run, Work
 from ._problem import Problem, generators, rewind
 
@@ -177,7 +177,7 @@ def _attached_norms(problem: Problem, step: int, per_param: bool) -> list[Tensor
                 FallbackWarning,
                 stacklevel=3,
             )
-    each = [torch.linalg.vector_norm(g.flatten(1) if g.dim() > 1 else g[:, None], dim=1) for g in grads]
+    each = [torch.linalg.vector_norm(flat(g), dim=1) for g in grads]
     return each if per_param else [torch.linalg.vector_norm(torch.stack(each), dim=0)]  # at 0 its gradient is 0
 
 
@@ -520,6 +520,10 @@ def _crossed(problem: Problem, second: Problem | None, step: int) -> Tensor:
     states: dict[int, Any] = {}
     rows = [chunk for _, chunk in _chunk.chunks(problem, step)]
     columns = rows if second is None else [chunk for _, chunk in _chunk.chunks(second, step)]
+    if len(rows) == len(columns) == 1:
+        left = _chunk.factored(rows[0])
+        right = left if second is None else _chunk.factored(columns[0])
+        return right.dots(left).mT.contiguous()  # dots gives the transpose of what it made: nothing to copy
 
     def again(k: int) -> FactoredGrads:
         if k not in states:
@@ -529,9 +533,6 @@ def _crossed(problem: Problem, second: Problem | None, step: int) -> Tensor:
             rewind(states[k])
             return _chunk.factored(columns[k])
 
-    if len(rows) == len(columns) == 1:
-        left = _chunk.factored(rows[0])
-        return left.dots(left if second is None else _chunk.factored(columns[0])).contiguous()
     m = problem.n if second is None else second.n
     out = torch.zeros(problem.n, m, dtype=_chunk.dtype_of(problem), device=problem.params[0].device)
     for i, chunk in enumerate(rows):

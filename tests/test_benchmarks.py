@@ -206,6 +206,14 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
     assert plot.draw([], tmp_path) == []
 
 
+def test_slow_contenders_get_fewer_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "settle", lambda: None)
+    monkeypatch.setattr(timing, "turn", lambda call: [call()])
+    found = timing.interleaved({"slow": lambda: 10.0, "quick": lambda: 0.001}, 8, patience=3.0)
+    assert {name: len(turns) for name, turns in found.items()} == {"slow": timing.ENOUGH, "quick": 8}
+    assert timing.fastest({"slow": lambda: 10.0, "quick": lambda: 0.001}, 1) == {"slow": 10.0, "quick": 0.001}
+
+
 # ---- convolutions -----------------------------------------------------------------------------------------
 
 SMALL = "cifar 32-64 1x1 /2"

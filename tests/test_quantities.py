@@ -21,8 +21,8 @@ from torch.func import grad, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import psgrad
-from psgrad import _memory, _plan
-from psgrad._factors import Outer, norm_of_norms
+from psgrad import _memory, _pairs, _plan
+from psgrad._factors import Dense, Outer, norm_of_norms
 from psgrad._patches import Patches
 
 from .cases import CASES, Case, N
@@ -605,6 +605,36 @@ def test_gram_with_others(chunk_size: int | None) -> None:
     assert_close(psgrad.gram(fn, params, batch, fg, chunk_size=chunk_size), rows @ columns.mT)
 
 
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_a_gram_matrix_lies_in_order(chunk_size: int | None) -> None:
+    fn, x = lambda w, x: (w * x).sum().exp(), torch.randn(5, 3)
+    w = torch.zeros(3)
+    assert psgrad.gram(fn, w, x, chunk_size=chunk_size).is_contiguous()
+    assert psgrad.gram(fn, w, x, x[:2], chunk_size=chunk_size).is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("layout", "tiled"),
+    [
+        (lambda t: t, False),
+        (lambda t: t.mT.contiguous().mT, True),
+        (lambda t: t[:, :1, :1].expand(t.shape), True),
+        (lambda t: t.half(), True),
+    ],
+    ids=["in order", "transposed", "expanded", "half"],
+)
+def test_products_of_gradients_copy_no_more_than_a_tile(
+    layout: Any, tiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients that a product would lay out or widen whole are cut into tiles first."""
+    seen, by_tiles = [], _pairs._by_tiles
+    monkeypatch.setattr(_pairs, "_by_tiles", lambda a, b: seen.append(1) or by_tiles(a, b))
+    a, b = layout(torch.randn(4, 6, 5)), layout(torch.randn(3, 6, 5))
+    found = _pairs.dots(Dense(a), Dense(b))
+    assert bool(seen) == tiled
+    assert_close(found.double(), a.double().flatten(1) @ b.double().flatten(1).mT, rtol=1e-5, atol=1e-5)
+
+
 def test_the_noise_scale() -> None:
     """On gradients with a known mean and covariance, the estimates average to them."""
     fn = lambda w, x: (w * x).sum()
@@ -717,6 +747,7 @@ def test_a_weight_norm_is_pulled_back_when_asked() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.usefixtures("workspace")
 def test_half_precision_sums_in_single(dtype: torch.dtype) -> None:
     """The square of 300 is infinite in float16."""
     fn = lambda w, x: (w * x).sum()
