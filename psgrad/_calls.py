@@ -15,6 +15,9 @@ GRAPHS = tuple(vars(torch._C.TensorBase)[name].__get__ for name in ("is_leaf", "
 SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 ATTENTION = torch.nn.functional.multi_head_attention_forward  # holds a fold, whoever its weights belong to
 IS_NESTABLE = torch._nested_tensor_from_mask_left_aligned  # asked by TransformerEncoder for its fused path
+SHOWN = frozenset([torch.Tensor.__repr__, torch.Tensor.__format__])  # a text, in which vmap would show all samples
+# functions that update running statistics in place, given behind the input
+UPDATES = frozenset([torch.nn.functional.batch_norm, torch.nn.functional.instance_norm, torch.batch_norm])
 _FUNCTIONAL = vars(torch.nn.functional)
 _MINDS = frozenset(["requires_grad_", "register_hook", "retain_grad", "backward", "detach_", "__set__", "__delete__"])
 
@@ -69,12 +72,23 @@ def wants(requires_grad: bool = True) -> bool:
     return requires_grad
 
 
+def asks_for_grad(func: Any) -> bool:
+    """Whether torch's own Python decides by `requires_grad`, of which vmap says no: it has to be taken apart."""
+    return is_composite(func) and "requires_grad" in func.__code__.co_names
+
+
+def is_python(func: Any) -> bool:
+    """Whether `func` is Python of torch's that hands itself over to modes: it can be taken apart."""
+    return type(func) is types.FunctionType and not _HAND_OVERS.isdisjoint(func.__code__.co_names)
+
+
+_HAND_OVERS = frozenset(["has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"])
+
+
 @cache
 def opened(func: types.FunctionType) -> Callable[..., Any]:
     """`func` without its own hand-over to modes, so that the mode sees the functions it is made of."""
-    scope = func.__globals__ | dict.fromkeys(
-        ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _no
-    )
+    scope = func.__globals__ | dict.fromkeys(_HAND_OVERS, _no)
     plain = types.FunctionType(func.__code__, scope, func.__name__, func.__defaults__, func.__closure__)
     plain.__kwdefaults__ = func.__kwdefaults__
     return plain

@@ -8,30 +8,21 @@ live here; where a torch has others, the second run fails, and the loop over sam
 
 import contextlib
 import functools
-import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as _checkpoint
 
+from ._held import HELD, OwnParameters
+
 Around = Callable[[], contextlib.AbstractContextManager[Any]]
 
 _Frame: Any = getattr(_checkpoint, "_CheckpointFrame", ())
 _top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
 hooked = functools.partial(_top, True)  # the innermost saved-tensor hooks (pack, unpack), or None
-
-
-class _Held(threading.local):
-    """The locks that this thread holds on models."""
-
-    def __init__(self) -> None:
-        self.locks: list[Any] = []
-
-
-HELD = _Held()
 
 
 class _Again:
@@ -75,12 +66,28 @@ def unhooked() -> contextlib.AbstractContextManager[Any]:
 
 
 class Following(TorchFunctionMode):
-    """For `fn` outside vmap: second runs find in the model what first runs found."""
+    """For `fn` outside vmap: second runs find in the model what first runs found, and no parameter is a constant."""
+
+    def __init__(self, own: OwnParameters) -> None:
+        super().__init__()
+        self.own = own
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if hooked() is not None:
             follow(contextlib.nullcontext)
-        return func(*args, **(kwargs or {}))
+        for t in _tensors((*args, *kwargs.values())):
+            if t.requires_grad and t.is_leaf:
+                self.own.refuse(func, t)
+        return func(*args, **kwargs)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif type(value) in (list, tuple):
+            yield from _tensors(value)
 
 
 def _modules(roots: list[Any]) -> Iterator[torch.nn.Module]:

@@ -18,9 +18,13 @@ from torch import Tensor
 
 from . import _functorch as ft
 from ._applied import Use
+from ._calls import opened
 from ._checkpoint import Following
 from ._errors import ArgumentError, FallbackWarning, PsgradError, UnsupportedOpError, place_of
-from ._intercept import Diverged, Intercept, Retry, Written
+from ._held import OwnParameters, again, recorded
+from ._hooks import dynamo_is_loaded, eagerly, functions_seen
+from ._intercept import Diverged, Intercept, Retry, Written, is_out_of_memory, reason_of
+from ._op_loop import Unlooped
 from ._param import Source
 from ._problem import Problem, generators, rewind
 from ._sink import DenseSink, FactorSink, NormSink, SumSink
@@ -34,6 +38,7 @@ class Outcome(NamedTuple):
     values: Tensor
     aux: list[Tensor]
     aux_spec: optree.PyTreeSpec | None
+    looped: tuple[str, ...] = ()  # ops that ran in a loop over samples, in words
 
 
 def differentiating() -> contextlib.AbstractContextManager[Any]:
@@ -70,6 +75,8 @@ def run(
     """
     found = _attempt(problem, sink(problem), writes)
     if isinstance(found, Part):
+        if found.outcome.looped and not quiet:
+            _warn("psgrad runs a part of fn in a loop over samples: exact, but slower\n  " + "\n  ".join(found.outcome.looped))
         take(found)
     elif found.writes:
         run(problem, sink, take, quiet=quiet, writes=True)
@@ -109,15 +116,16 @@ def _attempt(problem: Problem, sink: S, writes: bool) -> Part[S] | _Refusal:
         refusal = _Refusal(diverged.groups, place_of(diverged))
     except Written:
         return _Refusal([], writes=True)
+    except Unlooped as unlooped:
+        refusal = _Refusal([], place_of(unlooped), unlooped.why)
     except PsgradError:
         raise
     except Exception as error:
-        if _is_out_of_memory(error):
+        if is_out_of_memory(error):
             raise
         if problem.randomness == "error" and "randomness error mode" in str(error):
             raise _drawing(place_of(error)) from None
-        why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        refusal = _Refusal([], place_of(error), why)
+        refusal = _Refusal([], place_of(error), reason_of(error))
     if [t._version for t in problem.batch if isinstance(t, Tensor)] != versions:
         raise UnsupportedOpError(
             "fn changes its sample in place, and has to run more than once\n  change a clone of the sample instead."
@@ -134,7 +142,8 @@ def vmapped(problem: Problem, sink: Any, log: list[Use] | None = None) -> Outcom
     settings: list[str] = []
     while True:
         try:
-            return _through(problem, sink, log, settings)
+            with eagerly(), functions_seen():
+                return _through(problem, sink, log, settings)
         except Retry as retry:
             settings.append(retry.setting)  # each is asked for once
         if log is not None:
@@ -146,7 +155,8 @@ def vmapped(problem: Problem, sink: Any, log: list[Use] | None = None) -> Outcom
 def _through(problem: Problem, sink: Any, log: list[Use] | None, settings: list[str]) -> Outcome:
     """One forward and one backward."""
     n = problem.n
-    mode = Intercept(n, problem.randomness, sink, log, problem.frugal or "frugal" in settings)
+    own = OwnParameters(problem.params, lambda: problem.names)
+    mode = Intercept(n, problem.randomness, sink, log, problem.frugal or "frugal" in settings, own)
     mode.lifts, mode.repeats = "lifts" in settings, "repeats" in settings
     roots = [p.contiguous() for p in problem.params]
     leaves = [p.expand(n, *p.shape).requires_grad_() for p in roots]
@@ -169,7 +179,7 @@ def _through(problem: Problem, sink: Any, log: list[Use] | None, settings: list[
         values = values.clone()
     if aux:
         aux = _owned(aux, [values, *problem.params, *problem.batch])
-    return Outcome(values, aux, out.aux_spec)
+    return Outcome(values, aux, out.aux_spec, tuple(f"{op} {why}" for op, why in mode.looped.items()))
 
 
 def _owned(results: list[Tensor], others: list[Any]) -> list[Tensor]:
@@ -188,11 +198,15 @@ def _backward(losses: Tensor, mode: Intercept, count: int, sink: Any, seed: Tens
     Samples are independent under vmap, so the gradient of the sum of the losses is every sample's own.
     """
     leaves = [source.leaf for source in mode.sources]
-    if seed is not None and losses.dtype.itemsize < 4:  # weights that float16 may not hold
-        sink.weights, seed = seed, None
+    if seed is not None and (losses.dtype.itemsize < 4 or mode.functions or mode.hooks):
+        sink.weights, seed = seed, None  # float16 may not hold them; a backward of the user's may not be linear
     seed = torch.ones_like(losses) if seed is None else seed.to(losses.dtype)
     inputs: list[Any] = [*leaves, *mode.tape.edges]
-    found = ft.gradients(losses, inputs, seed)
+    if mode.functions:  # Python runs in the backward, perhaps a model whose parameters are its own again
+        with _Unchanged(mode.own_parameters):
+            found = _seen_grad(losses, inputs, seed, allow_unused=True)
+    else:
+        found = ft.gradients(losses, inputs, seed)
     grads, cotangents = found[: len(leaves)], found[len(leaves) :]
     mode.tape.backward(cotangents)
     restrided: list[Any] | None = None
@@ -206,6 +220,19 @@ def _backward(losses: Tensor, mode: Intercept, count: int, sink: Any, seed: Tens
     derived = [source for source in mode.sources[count:] if sink.has(source)]
     if derived:
         sink.pull(derived, mode.sources[:count])
+
+
+_seen_grad = opened(torch.autograd.grad)  # modes are not asked, and so are on while the backward runs
+
+
+class _Unchanged(Following):
+    """For a backward of all samples: what would be a parameter taken for a constant sends the call to the loop."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return super().__torch_function__(func, types, args, kwargs)
+        except UnsupportedOpError:
+            raise Unlooped("a Function runs a model again in its backward") from None
 
 
 def _restrided(losses: Tensor) -> list[Any]:
@@ -300,12 +327,13 @@ def _looped(
     problem: Problem, sink: Callable[[Problem], S], take: Callable[[Part[S]], None], warning: str | None
 ) -> None:
     """One sample after the other, by ordinary autograd. An error that `fn` raises there is the user's own."""
+    follow = Following(OwnParameters(problem.params, lambda: problem.names))
     for i in range(problem.n):
         one = problem.rows(slice(i, i + 1))
         copies = [p.clone() for p in problem.params]  # whatever fn does to them stays here
-        with _draws(problem):
+        with _draws(problem), recorded() as held, eagerly():
             params = [p.detach().requires_grad_() for p in copies]
-            loss, aux, spec = problem.call(params, one.copied().sample(0), Following())
+            loss, aux, spec = problem.call(params, one.copied().sample(0), follow)
         for name, p in zip(problem.names, copies, strict=True) if any(p._version for p in copies) else ():
             if p._version:
                 raise UnsupportedOpError(
@@ -314,13 +342,11 @@ def _looped(
                 )
         row = sink(one)
         if loss.requires_grad:
-            seed = None
-            if one.seed is not None:
-                if loss.dtype.itemsize < 4 and isinstance(row, SumSink):
-                    row.weights = one.seed
-                else:
-                    seed = one.seed[0].to(loss.dtype)
-            row.put([g[None] for g in torch.autograd.grad(loss, params, seed, materialize_grads=True)])
+            if one.seed is not None and isinstance(row, SumSink):
+                row.weights = one.seed  # not into the backward, which need not be linear
+            with again(held), follow:  # a Function may run a model again
+                grads = _seen_grad(loss, params, materialize_grads=True)
+            row.put([g[None] for g in grads])
         if i == 0 and warning is not None:  # a sample alone works, so it was vmap that refused
             _warn(warning)
         outcome = Outcome(loss.detach()[None].clone(), [a[None] for a in aux], spec)
@@ -337,6 +363,3 @@ def _callers_level() -> int:
         depth, frame = depth + 1, frame.f_back
     return depth
 
-
-def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)

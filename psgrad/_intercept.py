@@ -9,6 +9,7 @@ torch function it calls passes through `Intercept`:
     a mask that differs between samples, as an index   -> integers where all choose equally many, else `Diverged`
     a function that is made of others (`Composite`)    -> these, one by one
     anything else                                      -> plain vmap: exact, dense
+    what vmap refuses, or gets wrong                   -> that op alone in a loop over samples
 
 What `fn` closes over is a constant: no graph starts there. Where `fn` writes samples into a tensor that it
 made, or changes a function of parameters in place, it runs once more with a setting that allows it (`Retry`).
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from . import _checkpoint, _masks
+from . import _checkpoint, _faults, _masks, _op_loop
 from . import _functorch as ft
 from ._applied import Applied, Sink, Tape, Use, apply
 from ._calls import (
@@ -37,14 +38,23 @@ from ._calls import (
     MAKERS,
     REQUIRES_GRAD,
     SET_REQUIRES_GRAD,
+    SHOWN,
+    UPDATES,
+    asks_for_grad,
     is_attribute,
     is_composite,
+    is_python,
     minds,
     opened,
     wants,
     writes,
 )
+from ._control_flow import body_of
+from ._draws import RANDOM, Draws
 from ._errors import PsgradError, UnsupportedOpError, name_of, place
+from ._held import OwnParameters
+from ._hooks import FunctionCall, vmaps_itself
+from ._op_loop import Unlooped
 from ._param import Param, Source, shares_memory
 from ._pure import PURE, VIEWS
 from ._registry import RULES, Call, Composite, Decline, Entry, Fold, Rule
@@ -53,10 +63,13 @@ _hooked = _checkpoint.hooked
 _SEQUENCES = (list, tuple)
 _TRUTHS = (torch.Tensor.__bool__, torch.is_nonzero)
 _TELLING = frozenset(["out", "inplace", "requires_grad"])  # keywords that make a call more than a computation
+_CAREFUL = _masks.FUNCTIONS | SHOWN | UPDATES
 _SPECIAL = (
-    _masks.FUNCTIONS
+    _CAREFUL
+    | _faults.FUNCTIONS
     | ANSWERS
     | MAKERS
+    | RANDOM
     | {ATTENTION, IS_NESTABLE, REQUIRES_GRAD, SET_REQUIRES_GRAD, torch.Tensor.requires_grad_, *GRAPHS}
 )
 
@@ -73,7 +86,8 @@ class Operands(NamedTuple):
 @lru_cache(4096)
 def _is_ordinary(func: Any) -> bool:
     """Whether `func` computes something, no more: without a parameter or a graph it is vmap's alone."""
-    return func not in _SPECIAL and not writes(func, {})
+    special = func in _SPECIAL or isinstance(func, FunctionCall) or body_of(func) is not None
+    return not special and not writes(func, {}) and not asks_for_grad(func)
 
 
 class Diverged(BaseException):
@@ -97,9 +111,21 @@ class Retry(BaseException):
 class Intercept(TorchFunctionMode):
     """One run of `fn` over N samples. Lives for one call in one thread."""
 
-    def __init__(self, n: int, randomness: str, sink: Sink, log: list[Use] | None = None, frugal: bool = False) -> None:
+    def __init__(
+        self,
+        n: int,
+        randomness: str,
+        sink: Sink,
+        log: list[Use] | None,
+        frugal: bool,
+        own: OwnParameters,
+    ) -> None:
         super().__init__()
         self.n, self.randomness, self.sink, self.log = n, randomness, sink, log
+        self.own_parameters, self.draws = own, Draws(own.params, randomness)
+        self.functions = False  # `fn` calls autograd Functions, whose backward is Python
+        self.hooks = False  # `fn` hangs hooks into the graph
+        self.looped: dict[str, str] = {}  # ops that ran in a loop over samples, with where and why
         self.level, self.roots = -1, 0  # roots: how many sources are parameters as given
         self.sources: list[Source] = []
         self.tracked: dict[int, Param] = {}  # by the id of the wrapped tensor, which the Param keeps alive
@@ -123,6 +149,12 @@ class Intercept(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        try:
+            return self._handled(func, args, kwargs)
+        except Exception as error:
+            return self._second_chance(func, args, kwargs, error)
+
+    def _handled(self, func: Any, args: Any, kwargs: Any) -> Any:
         if _hooked() is not None:
             _checkpoint.follow(self._again)
         seen = self._look((*args, *kwargs.values()) if kwargs else args)
@@ -130,33 +162,57 @@ class Intercept(TorchFunctionMode):
         rule = RULES.get(func)
         if rule is None and not params and not graph and _is_ordinary(func) and kwargs.keys().isdisjoint(_TELLING):
             return func(*args, **kwargs)  # as most calls are: 2 us on top of vmap's own
+        if func in RANDOM:
+            self.draws.before(kwargs.get("generator"))
+            try:
+                return self._unusual(rule, func, args, kwargs, seen)
+            finally:
+                self.draws.after()
+        return self._unusual(rule, func, args, kwargs, seen)
+
+    def _unusual(self, rule: Entry | None, func: Any, args: Any, kwargs: Any, seen: Operands) -> Any:
+        _, params, _, graph = seen
         if graph and not minds(func):
             args, kwargs = self._freeze(func, args, kwargs)
             seen = self._look((*args, *kwargs.values()))
-        if func in _masks.FUNCTIONS and ft.current_level() == self.level:
-            call = _masks.rewritten(func, args, kwargs, self.n, self.level, _split)
+        if func in _faults.FUNCTIONS:
+            fault = _faults.fault_of(func, args, kwargs, self._differs)
+            if fault is not None:
+                return self._by_another_way(fault, func, args, kwargs)
+        if func in _CAREFUL and ft.current_level() == self.level:
+            call = _masks.rewritten(func, args, kwargs, self.n, self.level, _split) if func in _masks.FUNCTIONS else None
             if call is not None:
                 with self:
                     return call[0](*call[1], **call[2])
+            if _masks.is_mixed(func, args):
+                return self._put(*args)
+            if func in SHOWN:
+                return self._alone(func, args, kwargs)
+            if func in UPDATES:
+                self._check_updates(func, args, kwargs)
         if rule is not None:
             return self._ruled(rule, func, args, kwargs, seen)
+        if type(func) is FunctionCall:
+            return self._function(func, args, kwargs)
         if func in ANSWERS:
             return self._answer(func, args, kwargs)
         if func in PURE:
             return self._pure(func, args, kwargs, seen)
-        if func == REQUIRES_GRAD and ft.current_level() == self.level and not _is_torchs(sys._getframe(1)):
+        if func == REQUIRES_GRAD and ft.current_level() == self.level and not _is_torchs(sys._getframe(3)):
             return self._requires_grad(args[0])
         if func in GRAPHS and ft.current_level() == self.level and ft.is_batched(args[0], self.level):
-            if self.tape.edges:  # a hook on a node there would not count: what is asked for is taken before it
-                raise Retry("frugal")
-            return func(ft.lower(args[0], self.n, self.level))  # what autograd follows, which vmap hides
+            found = func(ft.lower(args[0], self.n, self.level))  # what autograd follows, which vmap hides
+            return found if found is None or isinstance(found, bool) else _Node(self, found)
         if func is torch.Tensor.requires_grad_ and wants(*args[1:], **kwargs) and self._pretends(args[0]):
             return args[0]
         if func is IS_NESTABLE:
             return False
-        if is_composite(func) and (func is ATTENTION or params):
+        if (is_composite(func) and (func is ATTENTION or params)) or asks_for_grad(func):
             with self:  # torch's own Python: what it calls comes here again
                 return opened(func)(*args, **kwargs)
+        if (body := body_of(func)) is not None:
+            with self:
+                return body(*args, **kwargs)
         if writes(func, kwargs) and args and isinstance(args[0], Tensor):
             self._check_write(func, args, kwargs)
         elif self.lifts and func in MAKERS:
@@ -170,6 +226,77 @@ class Intercept(TorchFunctionMode):
             self.own.append(out)
         return out
 
+    def _by_another_way(self, fault: _faults.Fault, func: Any, args: Any, kwargs: Any) -> Any:
+        """A call that torch's vmap gets wrong."""
+        if fault.instead is not None:
+            call = fault.instead(*args, **kwargs)
+            with self:
+                return call[0](*call[1], **call[2])
+        if ft.current_level() != self.level:
+            raise Unlooped(f"inside another transform torch's vmap {fault.what}")
+        return self._alone(func, args, kwargs, f"torch's vmap {fault.what}")
+
+    def _put(self, target: Tensor, index: Any, value: Any) -> None:
+        """target[index] = value, where the index has both tensors and other things in it."""
+        call = _masks.SETITEM, (target, index, value), {}
+        self._check_write(*call)
+        if not ft.is_batched(target, self.level):
+            return _masks.SETITEM(target, index, value)
+        if not ft.below(_masks.put, target, index, value, self.n, self.level):
+            self._alone(*call, "an index that vmap does not take")
+        return None
+
+    def _differs(self, t: Any) -> bool:
+        """Whether `t` differs between samples, and is not a parameter; inside another transform, it may."""
+        if not isinstance(t, Tensor) or id(t) in self.tracked:
+            return False
+        return ft.current_level() != self.level or ft.is_batched(t, self.level)
+
+    # ---- what vmap cannot do -----------------------------------------------------------------------
+
+    def _second_chance(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
+        """A call that failed: taken apart, or in a loop over samples. Where these fail too, the error is `fn`'s own."""
+        if isinstance(error, PsgradError) or is_out_of_memory(error) or "randomness error mode" in str(error):
+            raise error
+        if ft.current_level() != self.level or not _op_loop.is_sampled(args, kwargs, self.level):
+            raise error
+        if minds(func):
+            raise Unlooped(reason_of(error)) from error
+        if is_python(func) and not writes(func, kwargs):
+            with self:
+                return opened(func)(*args, **kwargs)
+        if func in RANDOM and self.randomness == "same":
+            raise Unlooped(reason_of(error)) from error
+        return self._alone(func, args, kwargs, reason_of(error))
+
+    def _alone(self, func: Any, args: Any, kwargs: Any, why: str = "") -> Any:
+        """One op in a loop over samples."""
+        if params := self._look((*args, *kwargs.values())).params:
+            self._unruled(func, params, f"in a loop over samples, {why}")
+        if is_writing := writes(func, kwargs):
+            self._check_write(func, args, kwargs)
+        out = _op_loop.run(func, args, kwargs, self.n, self.level, is_writing, _split_keys)
+        self.draws.after()
+        if why:
+            self.looped.setdefault(name_of(func), f"at {place()}: {why}")
+        return out
+
+    def _function(self, func: FunctionCall, args: Any, kwargs: Any) -> Any:
+        """A call of an autograd Function."""
+        self.functions = True
+        if params := self._look((*args, *kwargs.values())).params:
+            self._unruled(func, params, "no rule for this function")
+        level = ft.current_level()
+        if level != self.level or vmaps_itself(func.function) or not _op_loop.is_sampled(args, kwargs, level):
+            return func(*args, **kwargs)
+        return self._alone(func, args, kwargs, "it does not say what it does under vmap")
+
+    def _check_updates(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Running statistics are written to: never the caller's."""
+        for t in (*args[1:3], kwargs.get("running_mean"), kwargs.get("running_var")):
+            if isinstance(t, Tensor) and ft.is_batched(t, self.level):
+                self._check_write(func, (t,), {})
+
     # ---- what `fn` closes over ---------------------------------------------------------------------
 
     def _freeze(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -177,17 +304,18 @@ class Intercept(TorchFunctionMode):
         if ft.current_level() != self.level:  # there a graph may be another transform's
             return args, kwargs
         kept = 1 if writes(func, kwargs) else 0  # torch itself says what may be written
-        frozen = (*args[:kept], *map(self._constant, args[kept:]))
-        return frozen, {k: v if k == "out" else self._constant(v) for k, v in kwargs.items()}
+        frozen = (*args[:kept], *[self._constant(func, v) for v in args[kept:]])
+        return frozen, {k: v if k == "out" else self._constant(func, v) for k, v in kwargs.items()}
 
-    def _constant(self, value: Any) -> Any:
+    def _constant(self, func: Any, value: Any) -> Any:
         if type(value) in (list, tuple):
-            return type(value)([self._constant(v) for v in value])
+            return type(value)([self._constant(func, v) for v in value])
         if not isinstance(value, Tensor) or not value.requires_grad or ft.is_differentiated(value):
             return value
         if self.own and (not value.is_leaf or _is_among(value, self.own)):
             return value
         if value.is_leaf and id(value) not in self.frozen:
+            self.own_parameters.refuse(func, value)
             if self.recomputing and not _is_among(value, self.frozen.values()):
                 raise UnsupportedOpError(
                     "a checkpointed function does not find its parameters again when it is recomputed\n"
@@ -458,8 +586,46 @@ class Intercept(TorchFunctionMode):
             return func(*args, **kwargs)
         rows = ft.lower(t, self.n, self.level).detach()
         flat = rows.reshape(self.n, -1)
-        _split(flat != 0 if func in _TRUTHS else flat.trunc() if func is torch.Tensor.__int__ else flat)
+        whole = func is torch.Tensor.__int__ and flat.is_floating_point()
+        _split(flat != 0 if func in _TRUTHS else flat.trunc() if whole else flat)
         return func(rows[0], *args[1:], **kwargs)
+
+
+class _Node:
+    """What `fn` gets for the `grad_fn` of a batched tensor: the graph of the batch is not that of a sample."""
+
+    def __init__(self, mode: Intercept, node: Any) -> None:
+        self._mode, self._node = mode, node
+
+    def register_prehook(self, hook: Any) -> Any:
+        """A hook on the gradient of the output, which is the same in both."""
+        mode: Intercept = self._mode
+        if mode.tape.edges:  # there it would not count: what is asked for is taken before it
+            raise Retry("frugal")
+        mode.hooks = True
+        return self._node.register_prehook(hook)
+
+    def __getattr__(self, name: str) -> Any:
+        raise Unlooped(f"fn uses grad_fn.{name}")
+
+    def __repr__(self) -> str:
+        raise Unlooped("fn shows grad_fn")
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+
+
+def reason_of(error: Exception) -> str:
+    """What an error says, in a line."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def _split_keys(keys: list[Any]) -> None:
+    """Diverged, where the keys of the samples are not all equal."""
+    kinds = list(dict.fromkeys(keys))
+    if len(kinds) > 1:
+        raise Diverged([torch.tensor([i for i, key in enumerate(keys) if key == kind]) for kind in kinds])
 
 
 def _is_torchs(frame: types.FrameType) -> bool:

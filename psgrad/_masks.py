@@ -38,7 +38,9 @@ def rewritten(func: Any, args: Any, kwargs: Any, n: int, level: int, split: Spli
         for entry in entries:
             indices += _positions(entry, n, level, split) if _is_mask(entry, level) else [entry]
         return func, (args[0], tuple(indices), *args[2:]), {}
-    if kwargs or len(args) != (2 if func in _SELECT else 1) or not ft.is_batched(args[-1], level):
+    as_tuple = func in _NONZERO and kwargs.get("as_tuple", False)
+    named = {k: v for k, v in kwargs.items() if k != "as_tuple"}
+    if named or len(args) != (2 if func in _SELECT else 1) or not ft.is_batched(args[-1], level):
         return None
     if func in _SELECT:
         x, mask = torch.broadcast_tensors(*args)
@@ -46,7 +48,62 @@ def rewritten(func: Any, args: Any, kwargs: Any, n: int, level: int, split: Spli
     if args[0].dim() == 0:
         return None
     positions = _positions(args[0] != 0, n, level, split)
-    return (tuple, (positions,), {}) if func is _WHERE else (torch.stack, (positions, 1), {})
+    return (tuple, (positions,), {}) if func is _WHERE or as_tuple else (torch.stack, (positions, 1), {})
+
+
+def is_mixed(func: Any, args: Any) -> bool:
+    """Whether a call assigns by tensors and other things together, as A[1:, index] = v: vmap mistakes the axes then."""
+    if func is not SETITEM or type(args[1]) is not tuple:
+        return False
+    tensors = sum([isinstance(entry, Tensor) for entry in args[1]])
+    return 0 < tensors < len(args[1])
+
+
+def put(target: Tensor, index: tuple[Any, ...], value: Any, n: int, level: int) -> bool:
+    """target[index] = value for every sample, by one call for all; False where the index has something unusual in it.
+
+    Torch's own way: slices and numbers first, which gives a view; then the tensors, whose common shape stands in the
+    place of their axes where these are neighbours, and in front where they are not.
+    """
+    view, axis, places = ft.lower(target, n, level), 1, dict[int, Tensor]()
+    given = sum([entry.dim() if _is_boolean(entry) else entry is not None and entry is not ... for entry in index])
+    for entry in index:
+        if entry is ...:
+            axis += target.dim() - given
+        elif entry is None:
+            view, axis = view.unsqueeze(axis), axis + 1
+        elif isinstance(entry, slice):
+            view, axis = view[(*[slice(None)] * axis, entry)], axis + 1
+        elif type(entry) is int:
+            view = view.select(axis, entry)
+        elif _is_boolean(entry) and entry.dim() and not ft.is_batched(entry, level):
+            for where in entry.nonzero(as_tuple=True):
+                places[axis], axis = where[None], axis + 1
+        elif isinstance(entry, Tensor) and entry.dim() and not entry.is_floating_point() and entry.dtype != torch.bool:
+            places[axis] = ft.lower(entry, n, level) if ft.is_batched(entry, level) else entry[None]
+            axis += 1
+        else:
+            return False
+    rank = max(t.dim() for t in places.values()) - 1
+    where = [t.reshape(len(t), *[1] * (rank + 1 - t.dim()), *t.shape[1:]) for t in places.values()]
+    common = torch.broadcast_shapes((n, *[1] * rank), *(t.shape for t in where))[1:]
+    axes = list(places)
+    first = axes[0] if axes == list(range(axes[0], axes[0] + len(axes))) else 1
+    rest = [size for i, size in enumerate(view.shape) if i and i not in places]
+    shape = (n, *rest[: first - 1], *common, *rest[first - 1 :])
+    rows = value if isinstance(value, Tensor) else torch.tensor(value, dtype=view.dtype, device=view.device)
+    rows = ft.lower(rows, n, level) if ft.is_batched(rows, level) else rows[None]
+    if rows.dim() > len(shape):
+        return False
+    rows = rows.reshape(len(rows), *[1] * (len(shape) - rows.dim()), *rows.shape[1:]).expand(shape)
+    rows = rows.movedim(list(range(first, first + rank)), list(range(1, 1 + rank)))
+    samples = torch.arange(n, device=view.device).view(n, *[1] * rank)
+    view.movedim(axes, list(range(1, 1 + len(axes))))[(samples, *where)] = rows.to(view.dtype)
+    return True
+
+
+def _is_boolean(entry: Any) -> bool:
+    return isinstance(entry, Tensor) and entry.dtype == torch.bool
 
 
 def _is_mask(value: Any, level: int) -> bool:

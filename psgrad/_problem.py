@@ -1,5 +1,6 @@
 """One call, validated: flat tensors, their paths, and how to run `fn` on them."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -205,6 +206,11 @@ def flat_params(params: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
             if isinstance(leaf, (torch.nn.Module, Iterator)):  # such as model.parameters()
                 remedy = "give dict(model.named_parameters()), or what from_module returns."
             raise ArgumentTypeError(f"{paths(spec, 'params')[i]} is {_type(leaf)}, not a tensor\n  {remedy}")
+        if type(leaf) is not Tensor and _is_dtensor(leaf):
+            raise ArgumentTypeError(
+                f"{paths(spec, 'params')[i]} is a DTensor, which is not supported\n"
+                "  give its full_tensor(), or its to_local()."
+            )
         if not leaf.is_floating_point():
             why = "which has no gradient"
             remedy = "params holds just what is differentiated: let fn close over the rest."
@@ -214,6 +220,11 @@ def flat_params(params: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
     if not leaves:
         raise ArgumentError("params holds no tensor\n  give a pytree with the tensors to differentiate.")
     return leaves, spec
+
+
+def _is_dtensor(t: Tensor) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")  # where nobody has loaded it, there are none
+    return module is not None and isinstance(t, module.DTensor)
 
 
 def _is_sampled(leaf: Any, dim: Any) -> bool:
