@@ -16,8 +16,12 @@ SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defi
 ATTENTION = torch.nn.functional.multi_head_attention_forward  # holds a fold, whoever its weights belong to
 IS_NESTABLE = torch._nested_tensor_from_mask_left_aligned  # asked by TransformerEncoder for its fused path
 SHOWN = frozenset([torch.Tensor.__repr__, torch.Tensor.__format__])  # a text, in which vmap would show all samples
-# functions that update running statistics in place, given behind the input
-UPDATES = frozenset([torch.nn.functional.batch_norm, torch.nn.functional.instance_norm, torch.batch_norm])
+UPDATES = frozenset(  # functions that write to running statistics, which are among their operands
+    function
+    for name in ("batch_norm", "instance_norm", "native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update")
+    for home in (torch, torch.nn.functional)
+    if (function := getattr(home, name, None)) is not None
+)
 _FUNCTIONAL = vars(torch.nn.functional)
 _MINDS = frozenset(["requires_grad_", "register_hook", "retain_grad", "backward", "detach_", "__set__", "__delete__"])
 

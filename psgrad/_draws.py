@@ -20,7 +20,7 @@ _NAMES = (
     "exponential_ feature_alpha_dropout feature_alpha_dropout_ feature_dropout feature_dropout_ fractional_max_pool2d "
     "fractional_max_pool3d geometric_ gumbel_softmax log_normal_ multinomial native_dropout normal normal_ poisson rand "
     "rand_like randint randint_like randn randn_like random_ randperm rrelu rrelu_ uniform_ _sample_dirichlet "
-    "_standard_gamma"
+    "_standard_gamma scaled_dot_product_attention"
 )
 RANDOM = frozenset(
     function
@@ -28,6 +28,14 @@ RANDOM = frozenset(
     for home in (torch, torch.Tensor, F)
     if (function := getattr(home, name, None)) is not None
 )
+
+
+_ATTENTION = F.scaled_dot_product_attention
+
+
+def draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a call of one of these functions may draw."""
+    return func is not _ATTENTION or bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0))
 
 
 class Draws:

@@ -65,6 +65,27 @@ def _refused(*_: Any, **__: Any) -> Call:
     raise Unlooped("as_strided_ is of the batch's memory, not of a sample's")
 
 
+def _index_filled(input: Tensor, dim: int, index: Tensor, value: Any) -> Call:
+    size = input.shape[dim] if input.dim() else 1
+    chosen = (torch.arange(size, device=input.device)[:, None] == index % size).any(1)
+    shape = [size if i == dim % input.dim() else 1 for i in range(input.dim())]
+    return torch.where, (chosen.view(shape), value.to(input.dtype) if isinstance(value, Tensor) else value, input), {}
+
+
+def _is_of_param(differs: Differs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return not differs(args[0])
+
+
+def _is_changed(name: str) -> Callable[..., Call]:
+    """A write in place as what it stands for: a new value, copied to where the old one was."""
+    plain = getattr(torch.Tensor, name)
+
+    def changed(t: Tensor, *args: Any, **kwargs: Any) -> Call:
+        return torch.Tensor.copy_, (t, plain(t.clone(), *args, **kwargs)), {}  # the backward may read the old one
+
+    return changed
+
+
 def _counts(differs: Differs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return differs(_argument(args, kwargs, 1, "weight")) and bool(_argument(args, kwargs, 5, "scale_grad_by_freq"))
 
@@ -80,7 +101,22 @@ def _unpadded(input: Tensor, weight: Tensor, padding_idx: int, *args: Any, **kwa
 
 
 T = torch.Tensor
+# in place, vmap writes over what the backward then asks for
+_IN_PLACE = "addbmm cumprod float_power hypot index_reduce ldexp pow".split()
 TABLE = (
+    *(
+        Fault((getattr(T, f"{name}_"),), "writes over what the backward needs", _always, _is_changed(name))
+        for name in _IN_PLACE
+    ),
+    Fault((T.__ipow__,), "writes over what the backward needs", _always, _is_changed("pow")),
+    Fault((torch.index_fill, T.index_fill), "mistakes the axis of a value", _always, _index_filled),
+    Fault((T.index_fill_,), "mistakes the axis of a value", _always, _is_changed("index_fill")),
+    Fault(
+        (torch.as_strided_copy, torch.as_strided_scatter, T.as_strided_scatter),
+        "takes the memory of all samples for that of one",
+        _always,
+    ),
+    Fault((torch.stft, T.stft), "takes the samples of a parameter for overlapping memory", _is_of_param),
     Fault((torch.select_scatter, T.select_scatter), "multiplies the gradient of src", _always, _selected),
     Fault((torch.roll, T.roll), "rolls a scalar along the samples", _is_scalar, _copied),
     Fault((T.squeeze_,), "takes the axis of a single sample away", _is_bare, _squeezed),

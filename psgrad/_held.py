@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ._errors import UnsupportedOpError, name_of, place
+from ._param import shares_memory
 
 
 class Holding(Protocol):
@@ -78,7 +79,7 @@ class OwnParameters:
                     "  or take it out of params if it is meant to be a constant."
                 )
         for i, p in enumerate(self.params):
-            if t.data_ptr() == p.data_ptr() and t.shape == p.shape and t.dtype == p.dtype and t.numel():
+            if shares_memory(t, p) and t.storage_offset() == p.storage_offset() and t.shape == p.shape:
                 raise UnsupportedOpError(
                     f"{name_of(func)} uses {self.names()[i]} as a constant: a tensor with its memory that fn closes "
                     "over\n"

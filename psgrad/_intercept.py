@@ -50,7 +50,7 @@ from ._calls import (
     writes,
 )
 from ._control_flow import body_of
-from ._draws import RANDOM, Draws
+from ._draws import RANDOM, Draws, draws
 from ._errors import PsgradError, UnsupportedOpError, name_of, place
 from ._held import OwnParameters
 from ._hooks import FunctionCall, vmaps_itself
@@ -162,7 +162,7 @@ class Intercept(TorchFunctionMode):
         rule = RULES.get(func)
         if rule is None and not params and not graph and _is_ordinary(func) and kwargs.keys().isdisjoint(_TELLING):
             return func(*args, **kwargs)  # as most calls are: 2 us on top of vmap's own
-        if func in RANDOM:
+        if func in RANDOM and draws(func, args, kwargs):
             self.draws.before(kwargs.get("generator"))
             try:
                 return self._unusual(rule, func, args, kwargs, seen)
@@ -189,7 +189,8 @@ class Intercept(TorchFunctionMode):
             if func in SHOWN:
                 return self._alone(func, args, kwargs)
             if func in UPDATES:
-                self._check_updates(func, args, kwargs)
+                args, kwargs = self._own_statistics(func, args, kwargs)
+                seen = self._look((*args, *kwargs.values()))
         if rule is not None:
             return self._ruled(rule, func, args, kwargs, seen)
         if type(func) is FunctionCall:
@@ -232,6 +233,8 @@ class Intercept(TorchFunctionMode):
             call = fault.instead(*args, **kwargs)
             with self:
                 return call[0](*call[1], **call[2])
+        if not _op_loop.is_sampled(args, kwargs, self.level):
+            return func(*args, **kwargs)
         if ft.current_level() != self.level:
             raise Unlooped(f"inside another transform torch's vmap {fault.what}")
         return self._alone(func, args, kwargs, f"torch's vmap {fault.what}")
@@ -256,11 +259,13 @@ class Intercept(TorchFunctionMode):
 
     def _second_chance(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
         """A call that failed: taken apart, or in a loop over samples. Where these fail too, the error is `fn`'s own."""
+        if self.recomputing:  # torch ends a recomputation early by an error of its own
+            raise error
         if isinstance(error, PsgradError) or is_out_of_memory(error) or "randomness error mode" in str(error):
             raise error
         if ft.current_level() != self.level or not _op_loop.is_sampled(args, kwargs, self.level):
             raise error
-        if minds(func):
+        if minds(func) and getattr(func, "__name__", "") != "__get__":  # a property may be a view of the numbers
             raise Unlooped(reason_of(error)) from error
         if is_python(func) and not writes(func, kwargs):
             with self:
@@ -275,6 +280,8 @@ class Intercept(TorchFunctionMode):
             self._unruled(func, params, f"in a loop over samples, {why}")
         if is_writing := writes(func, kwargs):
             self._check_write(func, args, kwargs)
+        if func in UPDATES:
+            args, kwargs = self._own_statistics(func, args, kwargs)
         out = _op_loop.run(func, args, kwargs, self.n, self.level, is_writing, _split_keys)
         self.draws.after()
         if why:
@@ -291,11 +298,20 @@ class Intercept(TorchFunctionMode):
             return func(*args, **kwargs)
         return self._alone(func, args, kwargs, "it does not say what it does under vmap")
 
-    def _check_updates(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Running statistics are written to: never the caller's."""
-        for t in (*args[1:3], kwargs.get("running_mean"), kwargs.get("running_var")):
-            if isinstance(t, Tensor) and ft.is_batched(t, self.level):
-                self._check_write(func, (t,), {})
+    def _own_statistics(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments with running statistics that may be written to: copies of those that all samples share."""
+
+        def own(t: Any) -> Any:
+            if not isinstance(t, Tensor):
+                return t
+            if not ft.is_batched(t, self.level):
+                return t.clone()
+            self._check_write(func, (t,), {})
+            return t
+
+        first = 1 if is_composite(func) else 3  # F.batch_norm has them behind the input, torch.batch_norm further on
+        named = {k: own(v) if k.startswith("running_") else v for k, v in kwargs.items()}
+        return (*args[:first], *map(own, args[first : first + 2]), *args[first + 2 :]), named
 
     # ---- what `fn` closes over ---------------------------------------------------------------------
 

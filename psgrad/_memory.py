@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from . import _engine
 from ._errors import ArgumentError, PsgradError
 from ._intercept import Diverged
+from ._op_loop import Unlooped
 from ._problem import Problem
 from ._scratch import scratch
 
@@ -103,7 +104,7 @@ def peak_bytes(problem: Problem, n: int, work: Work, parted: bool = False) -> in
             return max(0, _peak(_first(shapes, n), work, _at_once) - whole)
     except PsgradError:
         raise
-    except (Exception, Diverged):
+    except (Exception, Diverged, Unlooped):
         problem = replace(problem, frugal=True)  # two samples are small, and so more would be held of each than of many
         with _engine.differentiating(), _engine.generators_kept(problem):
             run = partial(_engine.run, quiet=True)

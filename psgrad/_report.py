@@ -14,6 +14,7 @@ from ._applied import Use
 from ._errors import PsgradError, place_of
 from ._factors import Factor
 from ._intercept import Diverged
+from ._op_loop import Unlooped
 from ._param import Param, Source
 from ._plan import Plan
 from ._problem import Problem
@@ -181,14 +182,14 @@ def explain(
             rows, used = _rows(*_listed(shapes.copied()))
     except PsgradError:
         raise
-    except (Exception, Diverged):
+    except (Exception, Diverged, Unlooped):
         note, scale = "fn looks at values: found out by running the first sample", problem.n
         try:
             with _engine.differentiating(), _engine.generators_kept(problem):
                 rows, used = _rows(*_listed(problem.rows(slice(0, 1)).copied()))
         except PsgradError:
             raise
-        except Exception as error:
+        except (Exception, Unlooped) as error:
             rows, used = [], None
             note = f"vmap refuses at {place_of(error)}: every sample runs on its own, in a loop"
     rows = [row._replace(flops=row.flops * scale, bytes=row.bytes * scale) for row in rows]

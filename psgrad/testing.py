@@ -11,6 +11,7 @@ from . import _engine, _problem
 from ._api import per_sample_grads
 from ._applied import Use
 from ._intercept import Diverged
+from ._op_loop import Unlooped
 from ._problem import Problem
 from ._sink import DenseSink
 
@@ -71,6 +72,8 @@ def _logged(problem: Problem, log: list[Use]) -> None:
         del log[before:]
         for index in diverged.groups:
             _logged(problem.rows(index), log)
+    except Unlooped as unlooped:
+        raise RuntimeError(f"samples run one by one: {unlooped.why}") from None
 
 
 def check(

@@ -666,18 +666,16 @@ def test_old_style_autograd_function():
         return OldStyle.apply(h).sum()
 
     w, x = torch.randn(3, 4), torch.randn(5, 4)
-    with pytest.raises(RuntimeError) as refusal:
-        torch.vmap(OldStyle.apply)(x)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         grads = psgrad.per_sample_grads(fn, w, x)
-        line = test_old_style_autograd_function.__code__.co_firstlineno + 12
+        line = test_old_style_autograd_function.__code__.co_firstlineno + 10
     torch.testing.assert_close(grads, psgrad.testing.loop_grads(fn, w, x))
     assert [w.category for w in caught] == [psgrad.FallbackWarning]
     assert str(caught[0].message) == (
-        "psgrad runs fn in a loop over samples: exact, but slow\n"
-        f"  vmap refused at test_robustness.py:{fn.__code__.co_firstlineno + 2} in {fn.__qualname__}: "
-        f"{str(refusal.value).splitlines()[0]}"
+        "psgrad runs a part of fn in a loop over samples: exact, slower there\n"
+        f"  OldStyle.apply at test_robustness.py:{fn.__code__.co_firstlineno + 2} in {fn.__qualname__}: "
+        "it does not say what it does under vmap"
     )
     assert caught[0].filename == __file__
     assert caught[0].lineno == line
@@ -694,7 +692,7 @@ def test_the_warning_can_be_an_error():
     before = surroundings()
     with warnings.catch_warnings():
         warnings.simplefilter("error", psgrad.FallbackWarning)
-        with pytest.raises(psgrad.FallbackWarning, match="psgrad runs fn in a loop over samples"):
+        with pytest.raises(psgrad.FallbackWarning, match="psgrad runs a part of fn in a loop over samples"):
             psgrad.per_sample_grads(fn, torch.randn(3, 4), torch.randn(50, 4))
     assert len(runs) <= 2
     assert surroundings() == before
@@ -723,7 +721,6 @@ def test_new_style_autograd_function_needs_no_loop():
 
 DYNAMIC = {
     "unique": lambda p, x: p[:, x.long().unique() % 4].square().sum() * x.sum(),
-    "repeat_interleave": lambda p, x: torch.repeat_interleave(F.linear(x, p), x[:3].abs().long()).sum(),
     "numpy": lambda p, x: F.linear(x, p).sum() * float(x.numpy().max()),
 }
 
