@@ -1,6 +1,7 @@
 """What psgrad raises and warns, and how it finds the user's line of code."""
 
 import os
+import re
 import sys
 from types import FrameType, TracebackType
 
@@ -9,6 +10,12 @@ import torch
 _OURS = (os.path.dirname(os.path.abspath(__file__)) + os.sep, os.path.dirname(os.path.abspath(torch.__file__)) + os.sep)
 
 _STOCK = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "nn", "modules", "")
+
+_RUNNERS = tuple(os.path.join(os.path.dirname(__file__), name) for name in ("_problem.py", "_engine.py"))  # of `fn`
+_MODULE = os.path.join(os.path.dirname(__file__), "_module.py")
+_UNFILED = {"<stdin>": "standard input", "<string>": "code in a string"}
+_OLD_CELL = re.compile(r"<ipython-input-(\d+)-")
+_IN = re.compile(r"In\s*\[(\d+)\]")
 
 
 class PsgradError(Exception):
@@ -57,15 +64,64 @@ def _users(frame: FrameType) -> bool:
 
 def _describe(frame: FrameType, line: int) -> str:
     code = frame.f_code
-    return f"{os.path.basename(code.co_filename)}:{line} in {code.co_qualname}"
+    return f"{_file(code.co_filename)}:{line} in {code.co_qualname}"
+
+
+def _file(filename: str) -> str:
+    """What people call the file, or the cell of a notebook, or whatever else code was read from."""
+    if filename in _UNFILED:
+        return _UNFILED[filename]
+    kernel, name = os.path.split(filename)
+    numbered = _OLD_CELL.match(name)
+    if not numbered and not os.path.basename(kernel).startswith("ipykernel_"):
+        return name
+    cell = _cell(filename) or (numbered[1] if numbered else "")
+    return f"cell [{cell}]" if cell else "a notebook cell"
+
+
+def _cell(filename: str) -> str:
+    """The number of the cell that IPython has compiled under this name; "" where it does not say."""
+    try:
+        shell = sys.modules["IPython"].get_ipython()
+        found = _IN.search(" ".join(shell.compile.format_code_name(filename)))
+    except (AttributeError, KeyError, TypeError):  # no shell is running, or one that names its cells otherwise
+        return ""
+    return found[1] if found else ""
 
 
 def place() -> str:
-    """The innermost line of the running code that belongs to neither torch nor psgrad."""
+    """The innermost line of `fn` that belongs to neither torch nor psgrad.
+
+    Where `fn` is a stock module of torch, so that no such line exists: the path of the module. Where it is not even
+    that: the line that called psgrad.
+    """
     frame: FrameType | None = sys._getframe(1)
+    inside: list[FrameType] = []
+    while frame is not None and frame.f_code.co_filename not in _RUNNERS:
+        if _users(frame):
+            return _describe(frame, frame.f_lineno)
+        inside.append(frame)
+        frame = frame.f_back
+    if stock := next((f for f in inside if f.f_code.co_filename.startswith(_STOCK)), None):
+        return _path(stock, inside) or _describe(stock, stock.f_lineno)
     while frame is not None and not _users(frame):
         frame = frame.f_back
     return _describe(frame, frame.f_lineno) if frame is not None else "an unknown place"
+
+
+def _path(stock: FrameType, inside: list[FrameType]) -> str:
+    """Where the module that runs in the frame `stock` sits: model.encoder.0 (Linear). "" where that is not known."""
+    running = [f.f_locals.get("self") for f in inside if f.f_code.co_filename.startswith(_STOCK)]
+    modules = [m for m in running if isinstance(m, torch.nn.Module)]
+    if not modules or stock.f_locals.get("self") is not modules[0]:
+        return ""
+    root = modules[-1]
+    name = next((name for name, module in root.named_modules() if module is modules[0]), None)
+    if name is None:
+        return ""
+    is_model = any(f.f_code.co_filename == _MODULE and f.f_locals.get("model") is root for f in inside)
+    above = "model" if is_model else type(root).__name__
+    return f"{above}.{name} ({type(modules[0]).__name__})" if name else f"{above} ({type(root).__name__})"
 
 
 def place_of(error: BaseException) -> str:

@@ -1,6 +1,8 @@
 """How much a call allocates, and the chunk size that keeps it under a bound: from shapes, before running."""
 
 import contextlib
+import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,6 +21,8 @@ from ._problem import Problem
 from ._scratch import scratch
 
 Run = Callable[[Problem, Callable[[Problem], Any], Callable[[Any], None]], None]  # `_engine.run`, or a stand-in
+
+_FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 class Meter(TorchDispatchMode):
@@ -52,9 +56,24 @@ class Meter(TorchDispatchMode):
 
 
 @contextlib.contextmanager
+def _unlogged() -> Iterator[None]:
+    """Inside, torch does not log the tracebacks of this thread's fake tensors: a real run comes after them."""
+    thread = threading.get_ident()
+
+    def passes(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    _FAKE_LOG.addFilter(passes)
+    try:
+        yield
+    finally:
+        _FAKE_LOG.removeFilter(passes)
+
+
+@contextlib.contextmanager
 def fake(problem: Problem) -> Iterator[Problem]:
     """The same problem on tensors that have shapes and no memory. What `fn` closes over follows suit."""
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, _engine.differentiating():
+    with _unlogged(), FakeTensorMode(allow_non_fake_inputs=True) as mode, _engine.differentiating():
 
         def faked(t: Any) -> Any:
             return mode.from_tensor(t, static_shapes=True) if isinstance(t, Tensor) else t

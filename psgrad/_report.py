@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from . import _engine, _memory, _problem
 from ._api import grads_work
@@ -18,6 +19,8 @@ from ._op_loop import Unlooped
 from ._param import Param, Source
 from ._plan import Plan
 from ._problem import Problem
+
+_VALUES = (DataDependentOutputException, DynamicOutputShapeException)  # a fake tensor is asked for what it has not
 
 
 class Row(NamedTuple):
@@ -158,9 +161,9 @@ def explain(
     >>> report.result_bytes
     1340
 
-    Runs `fn` on tensors that have shapes and no memory. Where `fn` looks at values (a data-dependent
-    branch), it runs on the first sample instead and the report's last line says so. Never needs the
-    memory of the result.
+    Runs `fn` on tensors that have shapes and no memory. Where that does not do, as `fn` looks at values (a
+    data-dependent branch) or torch does not know an op's shapes, it runs on the first sample instead and the
+    report's last line says why. Never needs the memory of the result.
 
     Args:
         fn, params, batch, in_dims, has_aux, randomness: as for `per_sample_grads`.
@@ -182,8 +185,8 @@ def explain(
             rows, used = _rows(*_listed(shapes.copied()))
     except PsgradError:
         raise
-    except (Exception, Diverged, Unlooped):
-        note, scale = "fn looks at values: found out by running the first sample", problem.n
+    except (Exception, Diverged, Unlooped) as refusal:
+        note, scale = f"{_why_run(refusal)} found out by running the first sample", problem.n
         try:
             with _engine.differentiating(), _engine.generators_kept(problem):
                 rows, used = _rows(*_listed(problem.rows(slice(0, 1)).copied()))
@@ -203,6 +206,17 @@ def explain(
         None if max_bytes is None else _memory.chunk_size(problem, max_bytes, work),
         note,
     )
+
+
+def _why_run(error: BaseException) -> str:
+    """Why shapes alone did not tell what `fn` does."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, (Diverged, *_VALUES)):
+            return "fn looks at values:"
+        cause = cause.__cause__ or cause.__context__
+    why = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
+    return f"shapes alone were not enough at {place_of(error)}: {why};"
 
 
 def _rows(log: list[Use], sink: _Listing) -> tuple[list[Row], set[int] | None]:

@@ -1,8 +1,14 @@
 """explain: what a call will do, said before it does it, from shapes where possible."""
 
+import functools
 import gc
 import html.parser
+import logging
+import os
 import re
+import sys
+import threading
+import types
 import warnings
 from typing import NamedTuple
 
@@ -111,6 +117,74 @@ def test_rows_of_a_language_model():
         ("params['block.out.weight']", "F.linear", at["out"], "rule linear", "Outer"),
         ("params['tok.weight']", "F.linear", head, "rule linear", "Outer"),
     ]
+
+
+def test_stock_modules_go_by_their_path():
+    """No line of the user's runs there; the line that calls explain would be the same for all."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.Sequential(nn.Tanh(), nn.TransformerEncoderLayer(6, 2, 8, 0.0)))
+    fn, params = psgrad.from_module(model, F.mse_loss)
+    report = psgrad.explain(fn, params, (torch.randn(5, 3, 4), torch.randn(5, 3, 6)))
+    assert {row.param: row.place for row in report.rows if row.param.endswith("weight']")} == {
+        "params['0.weight']": "model.0 (Linear)",
+        "params['1.1.self_attn.in_proj_weight']": "model.1.1.self_attn (MultiheadAttention)",
+        "params['1.1.self_attn.out_proj.weight']": "model.1.1.self_attn (MultiheadAttention)",
+        "params['1.1.norm1.weight']": "model.1.1.norm1 (LayerNorm)",
+        "params['1.1.linear1.weight']": "model.1.1.linear1 (Linear)",
+        "params['1.1.linear2.weight']": "model.1.1.linear2 (Linear)",
+        "params['1.1.norm2.weight']": "model.1.1.norm2 (LayerNorm)",
+    }
+
+
+def test_a_stock_module_that_is_the_model_and_one_that_is_not():
+    fn, params = psgrad.from_module(nn.Linear(4, 3), F.cross_entropy)
+    (row, _) = psgrad.explain(fn, params, (torch.randn(5, 4), torch.zeros(5, dtype=torch.long))).rows
+    assert row.place == "model (Linear)"
+    model = nn.Sequential(nn.Linear(4, 1, bias=False))
+    fn = functools.partial(torch.func.functional_call, model)
+    (row,) = psgrad.explain(fn, dict(model.named_parameters()), torch.randn(5, 4)).rows
+    assert row.place == "Sequential.0 (Linear)"
+
+
+def test_no_line_and_no_module():
+    """A function of torch as fn: all that is left to name is the call of explain."""
+    (row,) = psgrad.explain(torch.dot, torch.randn(4), torch.randn(5, 4)).rows
+    frame = sys._getframe()
+    assert row.place == f"test_explain.py:{frame.f_lineno - 2} in {frame.f_code.co_qualname}"
+
+
+SOURCE = """
+def fn(p, x):
+    return (x * p).sum()
+"""
+
+
+def place_in(filename):
+    names = {}
+    exec(compile(SOURCE, filename, "exec"), names)
+    (row,) = psgrad.explain(names["fn"], torch.randn(4), torch.randn(5, 4)).rows
+    return row.place
+
+
+def test_code_that_is_in_no_file(monkeypatch):
+    assert place_in("<stdin>") == "standard input:3 in fn"
+    assert place_in("<string>") == "code in a string:3 in fn"
+    assert place_in("<doctest fold.txt[2]>") == "<doctest fold.txt[2]>:3 in fn"
+    assert place_in("<ipython-input-7-53ab2>") == "cell [7]:3 in fn"
+    monkeypatch.setitem(sys.modules, "IPython", None)  # no shell to ask
+    assert place_in(os.path.join("tmp", "ipykernel_71", "1234.py")) == "a notebook cell:3 in fn"
+    assert place_in(os.path.join("tmp", "other_71", "1234.py")) == "1234.py:3 in fn"
+
+
+def test_code_of_a_notebook(monkeypatch):
+    """Cells by the number that stands beside them; what is no cell any more, as a cell all the same."""
+    compiler = pytest.importorskip("ipykernel.compiler").XCachingCompiler()
+    filename = compiler.cache(SOURCE, 12)
+    shell = types.SimpleNamespace(compile=compiler)
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
+    assert place_in(filename) == "cell [12]:3 in fn"
+    assert place_in(filename.removesuffix(".py") + "1.py") == "a notebook cell:3 in fn"
+    shell.compile = None
+    assert place_in(filename) == "a notebook cell:3 in fn"
 
 
 def test_rules_named_are_the_rules_that_run():
@@ -351,6 +425,52 @@ def test_data_dependent_branch():
     assert [row._replace(strategy="") for row in report.rows] == [row._replace(strategy="") for row in plain.rows]
     assert report.unused == ("params['idle']",)
     assert (report.samples, report.result_bytes) == (plain.samples, plain.result_bytes)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch, of ops it has no batching rule for
+def test_op_whose_shapes_torch_does_not_know(capfd):
+    """The note says what torch said; torch's own log of it, a traceback, does not come out."""
+
+    def fn(p, x):
+        groups = torch.tensor([2, 4], dtype=torch.int32)
+        return F.grouped_mm(x, p, offs=groups).square().sum()
+
+    records, log = [], logging.getLogger("torch._subclasses.fake_tensor")
+    listening = logging.Handler()
+    listening.emit = records.append
+    log.addHandler(listening)
+    before = list(log.filters)
+    try:
+        report = psgrad.explain(fn, torch.randn(2, 16, 8), torch.randn(5, 4, 16))
+    finally:
+        log.removeHandler(listening)
+    place = f"test_explain.py:{fn.__code__.co_firstlineno + 2} in {fn.__qualname__}"
+    assert report.note.startswith(f"shapes alone were not enough at {place}: Expected inputs of BF16 type but got ")
+    assert report.note.endswith("; found out by running the first sample")
+    assert [(row.op, row.how) for row in report.rows] == [("torch._grouped_mm", "vmap: no rule for this function")]
+    assert not records
+    assert "Traceback" not in capfd.readouterr().err
+    assert log.filters == before
+
+
+def test_logs_of_other_threads_are_not_touched():
+    heard, log = [], logging.getLogger("torch._subclasses.fake_tensor")
+    listening = logging.Handler()
+    listening.emit = lambda record: heard.append(record.getMessage())
+
+    def fn(p, x):
+        log.error("of this thread")
+        other = threading.Thread(target=log.error, args=("of another",))
+        other.start()
+        other.join()
+        return (x * p).sum()
+
+    log.addHandler(listening)
+    try:
+        psgrad.explain(fn, torch.randn(4), torch.randn(5, 4))
+    finally:
+        log.removeHandler(listening)
+    assert set(heard) == {"of another"}
 
 
 def test_loop_over_samples():

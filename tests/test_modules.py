@@ -142,12 +142,10 @@ def test_batch_norm_of_a_single_value_is_refused(norm: Callable[..., nn.Module],
     fn, params = psgrad.from_module(nn.Sequential(norm(3)), lambda y, _: y.sum())
     with pytest.raises(psgrad.UnsupportedOpError) as error:
         psgrad.per_sample_grads(fn, params, (draw(N, *shape), draw(N)))
-    place = r"called at test_modules\.py:\d+ in test_batch_norm_of_a_single_value_is_refused"
-    assert re.fullmatch(
-        r"F\.batch_norm\(training=True\) with params\['0\.weight'\] normalises over a single value per channel\n"
-        rf"  {place}\n"
-        r"  a sample is normalised by its own statistics: call model\.eval\(\), or use group or layer norm instead\.",
-        str(error.value),
+    assert str(error.value) == (
+        "F.batch_norm(training=True) with params['0.weight'] normalises over a single value per channel\n"
+        f"  called at model.0 ({norm.__name__})\n"
+        "  a sample is normalised by its own statistics: call model.eval(), or use group or layer norm instead."
     )
 
 
@@ -155,11 +153,10 @@ def test_a_bag_that_renormalises_is_refused() -> None:
     fn, params = psgrad.from_module(nn.Sequential(nn.EmbeddingBag(5, 3, max_norm=1.0)), lambda y, _: y.sum())
     with pytest.raises(psgrad.UnsupportedOpError) as error:
         psgrad.per_sample_grads(fn, params, (torch.randint(5, (N, 4)), draw(N)))
-    assert re.fullmatch(
-        r"F\.embedding_bag\(max_norm=1\.0\) changes params\['0\.weight'\] in place\n"
-        r"  called at test_modules\.py:\d+ in test_a_bag_that_renormalises_is_refused\n"
-        r"  per-sample gradients need parameters that stay put: renormalise before the call instead\.",
-        str(error.value),
+    assert str(error.value) == (
+        "F.embedding_bag(max_norm=1.0) changes params['0.weight'] in place\n"
+        "  called at model.0 (EmbeddingBag)\n"
+        "  per-sample gradients need parameters that stay put: renormalise before the call instead."
     )
 
 
