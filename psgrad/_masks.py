@@ -1,4 +1,4 @@
-"""Functions whose result has a shape that depends on values: masks as indices, nonzero.
+"""Functions whose result has a shape that depends on values: masks as indices, nonzero. And integers as indices.
 
 Under vmap every sample has one shape. Where all samples choose equally many elements the choice can be
 written as integer indices, which vmap takes; where they do not, the batch is split by the count.
@@ -19,6 +19,7 @@ _SELECT = frozenset([torch.masked_select, torch.Tensor.masked_select])
 _NONZERO = frozenset([torch.nonzero, torch.Tensor.nonzero, torch.argwhere, torch.Tensor.argwhere])
 _WHERE = torch.where
 FUNCTIONS: frozenset[Any] = _SELECT | _NONZERO | {GETITEM, SETITEM, _WHERE}
+_TAKES_INTEGERS = torch.__version__ >= "2.13"  # vmap takes x[i] where i is an integer that differs between samples
 
 
 def rewritten(func: Any, args: Any, kwargs: Any, n: int, level: int, split: Split) -> tuple[Any, Any, Any] | None:
@@ -27,7 +28,9 @@ def rewritten(func: Any, args: Any, kwargs: Any, n: int, level: int, split: Spli
         index = args[1]
         entries = index if type(index) in (tuple, list) else (index,)
         if not any(_is_mask(entry, level) for entry in entries):
-            return None
+            if func is SETITEM or type(index) is list or not _selects(entries, level):
+                return None
+            return _getitem, (args[0], entries, level), {}
         if func is SETITEM and _is_mask(index, level) and _is_number(args[2]):  # whatever their count
             target, value = args[0], args[2]
             mask = index.reshape(*index.shape, *[1] * (target.dim() - index.dim()))
@@ -104,6 +107,41 @@ def put(target: Tensor, index: tuple[Any, ...], value: Any, n: int, level: int) 
 
 def _is_boolean(entry: Any) -> bool:
     return isinstance(entry, Tensor) and entry.dtype == torch.bool
+
+
+def _selects(entries: Any, level: int) -> bool:
+    """Whether vmap needs help with an index because of an integer in it that differs between samples.
+
+    Torch itself selects by an integer first and then indexes by the tensors. Vmap takes the integer for one of
+    them, and the axes come out in another order: x[i, :, j].
+    """
+    tensors = [entry for entry in entries if isinstance(entry, Tensor)]
+    return (len(tensors) > 1 or not _TAKES_INTEGERS) and any(_is_integer(t, level) for t in tensors)
+
+
+def _getitem(x: Tensor, entries: Any, level: int) -> Tensor:
+    """x[entries], by the integers that differ between samples one at a time and then by the rest."""
+    axes = [0 if entry is None or entry is Ellipsis or isinstance(entry, bool) else 1 for entry in entries]
+    axes = [entry.dim() if _is_boolean(entry) else axis for entry, axis in zip(entries, axes, strict=True)]
+    rest, axis = [], 0
+    for entry, taken in zip(entries, axes, strict=True):
+        if _is_integer(entry, level):
+            x = x[(*[slice(None)] * axis, entry.reshape(1).long())]
+            entry = 0
+        rest.append(entry)
+        axis += taken if entry is not Ellipsis else x.dim() - sum(axes)
+    return x[tuple(rest)]
+
+
+def _is_boolean(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in (torch.bool, torch.uint8)
+
+
+def _is_integer(value: Any, level: int) -> bool:
+    """Whether `value` is a single integer that differs between samples."""
+    if not isinstance(value, Tensor) or value.dim() > 0 or _is_boolean(value) or value.dtype.is_floating_point:
+        return False
+    return ft.is_batched(value, level)
 
 
 def _is_mask(value: Any, level: int) -> bool:

@@ -773,6 +773,38 @@ def test_masks(name, batch):
     psgrad.testing.check(MASKED[name], torch.randn(3, 4), x, rtol=1e-9, atol=1e-9)
 
 
+INTEGERS = {
+    "first axis": lambda t, i, j: t[i],
+    "second axis": lambda t, i, j: t[:, i],
+    "last axis": lambda t, i, j: t[..., i],
+    "behind a new axis": lambda t, i, j: t[None, i],
+    "two": lambda t, i, j: t[i, -1 - i],
+    "beside a number": lambda t, i, j: t[1, :, i],
+    "before a slice and a tensor": lambda t, i, j: t[i, :, j],
+    "behind a tensor and a slice": lambda t, i, j: t[j, :, i],
+    "before a tensor": lambda t, i, j: t[i, j],
+    "behind everything and a tensor": lambda t, i, j: t[j, ..., i],
+    "around a tensor": lambda t, i, j: t[i, j, i],
+    "before a slice and a mask": lambda t, i, j: t[i, :, torch.ones(3, dtype=torch.bool)],
+    "behind a mask of two axes": lambda t, i, j: t[torch.eye(3, dtype=torch.bool), i],
+    "of 16 bits": lambda t, i, j: t[i.short(), :, j],
+}
+
+
+@pytest.mark.parametrize("of", ["parameter", "constant"])
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers_as_indices(name, of):
+    """An integer of the sample drops its axis, and every other one stays where it is. All sizes are equal here."""
+    table, weight = torch.randn(3, 3, 3), torch.randn(3, 3, 3)
+
+    def fn(p, sample):
+        found = INTEGERS[name](p if of == "parameter" else table.to(p), *sample)
+        return (torch.sin(found) * weight.to(p)[: len(found)] * p.sum()).sum()
+
+    batch = torch.tensor([0, 2, 1, 2]), torch.randint(3, (4, 3))
+    psgrad.testing.check(fn, torch.randn(3, 3, 3), batch, rtol=1e-9, atol=1e-9)
+
+
 IN_PLACE = {
     "copy of a parameter": lambda p, x: F.linear(x, p.clone().mul_(2)).square().sum(),
     "function of a parameter": lambda p, x: F.linear(x, (p * 1.5).add_(1).tanh_()).square().sum(),
