@@ -3,7 +3,7 @@
 Torch runs a checkpointed function again during the backward, where vmap, the mode, and whatever the model
 held in place of its parameters are gone. The saved-tensor hooks that are on while such a function runs lead
 to torch's record of it: there the second run gets its surroundings back. Torch's private names for this
-live here; where a torch has others, the second run fails, and the loop over samples does it.
+live here.
 """
 
 import contextlib
@@ -20,8 +20,10 @@ from ._held import HELD, OwnParameters
 
 Around = Callable[[], contextlib.AbstractContextManager[Any]]
 
-_Frame: Any = getattr(_checkpoint, "_CheckpointFrame", ())
-_top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+_Frame: Any = _checkpoint._CheckpointFrame
+# An older torch keeps a checkpoint's arguments by an autograd Function, a newer one in the frame itself.
+_Keeper: Any = getattr(_checkpoint, "_NoopSaveInputs", None)
+_top = torch._C._autograd._top_saved_tensors_default_hooks
 hooked = functools.partial(_top, True)  # the innermost saved-tensor hooks (pack, unpack), or None
 
 
@@ -50,7 +52,20 @@ def follow(around: Around) -> None:
     for cell in getattr(hooks[0], "__closure__", None) or ():
         frame = _contents(cell)
         if isinstance(frame, _Frame) and not isinstance(frame.recompute_fn, _Again):
-            frame.recompute_fn = _Again(frame.recompute_fn, frame.saved_args, around)
+            frame.recompute_fn = _Again(frame.recompute_fn, _arguments(frame), around)
+
+
+def _arguments(frame: Any) -> list[Any]:
+    """What the checkpointed function of `frame` was given, or what closes over it; tensors may be missing."""
+    return list(frame.saved_args) if _Keeper is None else [frame.input_saver.grad_fn.get_args]
+
+
+def keeps_arguments(args: Any) -> bool:
+    """Whether a call with `args` is the one by which an older torch keeps a checkpoint's arguments, as they are.
+
+    Vmap does not take that autograd Function, and need not see it: it computes nothing.
+    """
+    return _Keeper is not None and len(args) > 0 and args[0] is _Keeper
 
 
 def asks(frame: types.FrameType) -> bool:
