@@ -293,7 +293,6 @@ def _by_hand(model, inputs, target):
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch, of ops it has no batching rule for
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # the package, of DeBERTa
 @pytest.mark.parametrize(("name", "mask"), CASES)
 def test_exact(name, mask):
     """Equal to the module's own gradients; a loop over samples only where the table says so, and why."""
