@@ -104,7 +104,10 @@ TABLES = {"ops": ops_table, "modules": modules_table}
 
 @pytest.mark.parametrize("name", TABLES)
 def test_table_is_true(name: str) -> None:
-    text = README.read_text()
+    from tests.modules import LACKING
+
+    lines = README.read_text().splitlines(keepends=True)
+    text = "".join(line for line in lines if not line.startswith(tuple(f"| `{lacking}` |" for lacking in LACKING)))
     assert f"<!-- {name} -->" in text
     assert text == with_table(text, name, TABLES[name]), "run `python tests/test_readme.py`"
 
