@@ -261,7 +261,7 @@ class Intercept(TorchFunctionMode):
 
     def _second_chance(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
         """A call that failed: taken apart, or in a loop over samples. Where these fail too, the error is `fn`'s own."""
-        if self.recomputing:  # torch ends a recomputation early by an error of its own
+        if self.recomputing or func in ANSWERS:  # torch ends a recomputation early by an error of its own
             raise error
         if isinstance(error, PsgradError) or is_out_of_memory(error) or "randomness error mode" in str(error):
             raise error
@@ -293,12 +293,12 @@ class Intercept(TorchFunctionMode):
     def _function(self, func: FunctionCall, args: Any, kwargs: Any) -> Any:
         """A call of an autograd Function."""
         self.functions = True
+        level = ft.current_level()
+        if level == self.level and not vmaps_itself(func.function) and _op_loop.is_sampled(args, kwargs, level):
+            return self._alone(func, args, kwargs, "it does not say what it does under vmap")
         if params := self._look((*args, *kwargs.values())).params:
             self._unruled(func, params, "no rule for this function")
-        level = ft.current_level()
-        if level != self.level or vmaps_itself(func.function) or not _op_loop.is_sampled(args, kwargs, level):
-            return func(*args, **kwargs)
-        return self._alone(func, args, kwargs, "it does not say what it does under vmap")
+        return func(*args, **kwargs)
 
     def _own_statistics(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments with running statistics that may be written to: copies of those that all samples share."""

@@ -26,6 +26,7 @@ class Unlooped(BaseException):
     """An op cannot run sample by sample on its own: the whole call has to. Not for `fn` to catch."""
 
     def __init__(self, why: str) -> None:
+        super().__init__(why)
         self.why = why
 
 
