@@ -2,7 +2,7 @@
 
 from . import extend, ops, rules, testing
 from ._api import per_sample_grads
-from ._errors import ArgumentError, ArgumentTypeError, FallbackWarning, PsgradError, UnsupportedOpError
+from ._errors import ArgumentError, ArgumentTypeError, FallbackWarning, PsgradError, RuleError, UnsupportedOpError
 from ._factored import FactoredGrads
 from ._module import from_module
 from ._quantities import (
@@ -29,6 +29,7 @@ __all__ = [
     "GradStats",
     "PsgradError",
     "Report",
+    "RuleError",
     "UnsupportedOpError",
     "clipped_grad",
     "explain",

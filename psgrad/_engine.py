@@ -20,10 +20,10 @@ from . import _functorch as ft
 from ._applied import Use
 from ._calls import opened
 from ._checkpoint import Following
-from ._errors import ArgumentError, FallbackWarning, PsgradError, UnsupportedOpError, place_of
+from ._errors import ArgumentError, FallbackWarning, PsgradError, UnsupportedOpError, is_out_of_memory, place_of
 from ._held import OwnParameters, again, recorded
-from ._hooks import dynamo_is_loaded, eagerly, functions_seen
-from ._intercept import Diverged, Intercept, Retry, Written, is_out_of_memory, reason_of
+from ._hooks import eagerly, functions_seen
+from ._intercept import Diverged, Intercept, Retry, Written, reason_of
 from ._op_loop import Unlooped
 from ._param import Source
 from ._problem import Problem, generators, rewind
@@ -362,4 +362,3 @@ def _callers_level() -> int:
     ):
         depth, frame = depth + 1, frame.f_back
     return depth
-

@@ -3,9 +3,13 @@
 import os
 import re
 import sys
-from types import FrameType, TracebackType
+from functools import lru_cache
+from types import CodeType, FrameType, TracebackType
+from typing import NamedTuple
 
 import torch
+
+from . import _functorch as ft
 
 _OURS = (os.path.dirname(os.path.abspath(__file__)) + os.sep, os.path.dirname(os.path.abspath(torch.__file__)) + os.sep)
 
@@ -36,11 +40,15 @@ class UnsupportedOpError(PsgradError, NotImplementedError):
     """An op uses a parameter in a way that has no per-sample gradient."""
 
 
+class RuleError(PsgradError):
+    """A rule that was given to `psgrad.extend.register` raised, or returned what does not fit."""
+
+
 class FallbackWarning(UserWarning):
     """The call is answered exactly, but by a slower way than a rule or vmap."""
 
 
-for _public in (PsgradError, ArgumentError, ArgumentTypeError, UnsupportedOpError, FallbackWarning):
+for _public in (PsgradError, ArgumentError, ArgumentTypeError, UnsupportedOpError, RuleError, FallbackWarning):
     _public.__module__ = "psgrad"  # as people import them, and as tracebacks should show them
 
 
@@ -52,19 +60,31 @@ def name_of(func: object) -> str:
         return f"Tensor.{getattr(owner, '__name__', '?')}"
     if name == "apply" and isinstance(owner, type):  # an autograd Function
         return f"{owner.__name__}.apply"
+    if isinstance(func, type):
+        return f"{name}.apply"
+    if isinstance(func, (ft.Overload, ft.Packet)):
+        return f"torch.ops.{func}".removesuffix(".default")
     for module, prefix in ((torch.nn.functional, "F"), (torch, "torch"), (torch.Tensor, "Tensor")):
         if getattr(module, name, None) is func:
             return f"{prefix}.{name}"
     return str(name)
 
 
+@lru_cache(4096)
+def _is_users(file: str) -> bool:
+    return not os.path.abspath(file).startswith(_OURS)
+
+
 def _users(frame: FrameType) -> bool:
-    return not os.path.abspath(frame.f_code.co_filename).startswith(_OURS)
+    return _is_users(frame.f_code.co_filename)
+
+
+def _told(code: CodeType, line: int) -> str:
+    return f"{_file(code.co_filename)}:{line} in {code.co_qualname}"
 
 
 def _describe(frame: FrameType, line: int) -> str:
-    code = frame.f_code
-    return f"{_file(code.co_filename)}:{line} in {code.co_qualname}"
+    return _told(frame.f_code, line)
 
 
 def _file(filename: str) -> str:
@@ -89,6 +109,24 @@ def _cell(filename: str) -> str:
     return found[1] if found else ""
 
 
+class Spot(NamedTuple):
+    """A line of code; in words only where somebody asks, since most are never told."""
+
+    code: CodeType | None
+    line: int
+
+    def __str__(self) -> str:
+        return _told(self.code, self.line) if self.code else "an unknown place"
+
+
+def spot() -> Spot:
+    """The innermost line of the running code that belongs to neither torch nor psgrad."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not _users(frame):
+        frame = frame.f_back
+    return Spot(None, 0) if frame is None else Spot(frame.f_code, frame.f_lineno)
+
+
 def place() -> str:
     """The innermost line of `fn` that belongs to neither torch nor psgrad.
 
@@ -104,9 +142,7 @@ def place() -> str:
         frame = frame.f_back
     if stock := next((f for f in inside if f.f_code.co_filename.startswith(_STOCK)), None):
         return _path(stock, inside) or _describe(stock, stock.f_lineno)
-    while frame is not None and not _users(frame):
-        frame = frame.f_back
-    return _describe(frame, frame.f_lineno) if frame is not None else "an unknown place"
+    return str(spot())
 
 
 def _path(stock: FrameType, inside: list[FrameType]) -> str:
@@ -129,11 +165,15 @@ def place_of(error: BaseException) -> str:
     users = stock = None
     trace = error.__traceback__
     while isinstance(trace, TracebackType):
-        where = trace.tb_frame, trace.tb_lineno
+        where = Spot(trace.tb_frame.f_code, trace.tb_lineno)
         if _users(trace.tb_frame):
             users = where
         elif trace.tb_frame.f_code.co_filename.startswith(_STOCK):  # asking for f_locals would keep them alive
             stock = where
         trace = trace.tb_next
-    found = users or stock
-    return _describe(*found) if found is not None else "an unknown place"
+    return str(users or stock or Spot(None, 0))
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether `error` says that there is no memory, which no other way of doing the same mends."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)

@@ -1,4 +1,4 @@
-"""The only file that touches torch's private functorch names, and those of its autograd engine.
+"""The only file that touches torch's private functorch names, and those of its autograd engine and of its ops.
 
 Inside `vmap` a tensor is a wrapper around one that has the sample axis. A rule wants that inner tensor,
 so it runs one level below, with vmap's layer set aside for a moment (0.02 ms a call; the public way, an
@@ -9,12 +9,17 @@ autograd Function with a `vmap` staticmethod, costs 0.2 ms). Where a torch has o
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch._C import _functorch as _ft
+from torch._functorch import autograd_function as _autograd_function
 from torch._functorch import predispatch as _predispatch
+from torch._library.custom_ops import CustomOpDef as _CustomOp
+from torch._ops import OpOverload, OpOverloadPacket
+
+_T = TypeVar("_T")
 
 AVAILABLE = all(
     hasattr(_ft, name)
@@ -86,7 +91,7 @@ def wrap(t: Tensor, level: int) -> Tensor:
     return _ft._add_batch_dim(t, 0, level)
 
 
-def below(run: Callable[..., Tensor], *args: object) -> Tensor:
+def below(run: Callable[..., _T], *args: object) -> _T:
     """`run(*args)` with the innermost layer set aside."""
     layer = _ft.pop_dynamic_layer_stack()
     try:
@@ -98,12 +103,47 @@ def below(run: Callable[..., Tensor], *args: object) -> Tensor:
 # whether autocast is on for some device; where torch does not say, perhaps
 is_autocasting: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
-_PROXY: Any = getattr(getattr(torch._C, "_TorchDispatchModeKey", None), "PROXY", None)
+_MODES: Any = getattr(torch._C, "_TorchDispatchModeKey", None)
+_PROXY: Any = getattr(_MODES, "PROXY", None)
+_FAKE: Any = getattr(_MODES, "FAKE", None)
 
 
 def is_recorded() -> bool:
     """Whether ops are being written down, as by make_fx: what follows must not depend on the numbers."""
     return _PROXY is not None and torch._C._get_dispatch_mode(_PROXY) is not None
+
+
+def is_faking() -> bool:
+    """Whether tensors have shapes and no values, as `explain` and `max_bytes` run a function first."""
+    return _FAKE is not None and torch._C._get_dispatch_mode(_FAKE) is not None
+
+
+# ---- ops and autograd Functions, as a mode sees them called ------------------------------------------------
+
+Overload = OpOverload  # torch.ops.aten.mul.Tensor
+Packet = OpOverloadPacket  # torch.ops.aten.mul: all its overloads
+CustomOp = _CustomOp  # what the decorator torch.library.custom_op returns; has one overload
+
+# what `apply` of an autograd Function calls inside a transform, with the class as its first argument
+CALL_OF_FUNCTION: Any = getattr(_autograd_function, "custom_function_call", None)
+
+
+def overload_of(packet: Any, args: Any, kwargs: Any) -> Any:
+    """The overload of an op that a call with these arguments means; RuntimeError where there is none."""
+    names = packet.overloads()
+    if len(names) == 1:
+        return getattr(packet, names[0])
+    return getattr(packet, torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs))
+
+
+def packet_of(overload: Any) -> Any:
+    """The op that an overload belongs to."""
+    return overload.overloadpacket
+
+
+def overload_of_custom_op(op: Any) -> Any:
+    """What a custom op calls."""
+    return op._opoverload
 
 
 _run_backward: Any = getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "run_backward", None)

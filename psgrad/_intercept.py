@@ -51,7 +51,7 @@ from ._calls import (
 )
 from ._control_flow import body_of
 from ._draws import RANDOM, Draws, draws
-from ._errors import PsgradError, UnsupportedOpError, name_of, place
+from ._errors import PsgradError, UnsupportedOpError, is_out_of_memory, name_of, place
 from ._held import OwnParameters
 from ._hooks import FunctionCall, vmaps_itself
 from ._op_loop import Unlooped
@@ -628,10 +628,6 @@ class _Node:
 
     def __repr__(self) -> str:
         raise Unlooped("fn shows grad_fn")
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
 
 
 def reason_of(error: Exception) -> str:
