@@ -17,6 +17,7 @@ from . import _plan
 from ._checkpoint import hooked
 from ._factors import Factor
 from ._param import Param
+from ._plugin import Guarded
 from ._registry import Needs, Rule
 
 
@@ -86,7 +87,12 @@ class Applied:
             gx = self._of_input(g, x, values, saved)
         for param, factor in zip(self.params, factors, strict=True):
             if factor is not None and type(param) is Param:
-                self.sink.add(param, factor, self.use)
+                try:
+                    self.sink.add(param, factor, self.use)
+                except Exception as error:
+                    if type(options) is Guarded:
+                        options.blame(error)
+                    raise
         if apart and not first:
             del factors, factor
             gx = self._of_input(g, x, values, saved)

@@ -103,18 +103,12 @@ class Composite(NamedTuple):
 
 
 Entry = Rule | Fold | Composite
-RULES: dict[Callable[..., Any], Entry] = {}
+RULES: dict[Any, Entry] = {}
+# Functions whose arguments say which key of the table is meant: (func, args, kwargs) -> that key, and the call.
+REDIRECTS: dict[Any, Callable[[Any, Any, Any], tuple[Any, Any, Any]]] = {}
 
 
-def register(rule: Entry) -> Entry:
-    """Put `rule` in the table for each of its functions; a later registration replaces an earlier one."""
+def fill(rule: Entry) -> None:
+    """Put a rule of this package in the table for each of its functions; those of others go by `_plugin.register`."""
     for function in rule.functions:
         RULES[function] = rule
-    return rule
-
-
-def unregister(rule: Entry) -> None:
-    """Take `rule` out of the table again; its functions go back to plain vmap."""
-    for function in rule.functions:
-        if RULES.get(function) is rule:
-            del RULES[function]

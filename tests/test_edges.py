@@ -182,30 +182,6 @@ def test_complex_parameters_are_refused_with_a_remedy():
     )
 
 
-def test_a_rule_that_yields_the_wrong_shape_is_named():
-    """A fault in a rule of one's own does not hide behind the loop."""
-
-    def bind(input, weight):
-        return psgrad.extend.Call(input, (weight,))
-
-    def forward(options, x, weight):
-        return torch.hypot(x, weight), ()
-
-    def backward(options, g, x, params, saved, needs):
-        return None, [psgrad.extend.Dense(torch.ones(len(x), 5))]
-
-    rule = psgrad.extend.register(psgrad.extend.Rule("hypot", (torch.hypot,), bind, forward, backward))
-    try:
-        with pytest.raises(psgrad.ArgumentError) as error:
-            psgrad.per_sample_grads(lambda p, x: torch.hypot(x, p).sum(), torch.ones(1), torch.randn(6, 5))
-    finally:
-        psgrad.extend.unregister(rule)
-    assert str(error.value) == (
-        "a rule's factor for params has shape (6, 5), not (6, 1)\n"
-        "  its backward must yield one gradient per sample: mend the rule."
-    )
-
-
 def test_check_names_an_unknown_path():
     fn, w, x = lambda p, x: F.linear(x, p["w"]).sum(), torch.ones(2, 3), torch.ones(4, 3)
     with pytest.raises(AssertionError, match=r"no parameter is called w; there are params\['w'\]"):
