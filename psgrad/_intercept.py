@@ -51,13 +51,13 @@ from ._calls import (
 )
 from ._control_flow import body_of
 from ._draws import RANDOM, Draws, draws
-from ._errors import PsgradError, UnsupportedOpError, is_out_of_memory, name_of, place
+from ._errors import PsgradError, RuleError, UnsupportedOpError, is_out_of_memory, name_of, place
 from ._held import OwnParameters
 from ._hooks import FunctionCall, vmaps_itself
 from ._op_loop import Unlooped
 from ._param import Param, Source, shares_memory
 from ._pure import PURE, VIEWS
-from ._registry import RULES, Call, Composite, Decline, Entry, Fold, Rule
+from ._registry import REDIRECTS, RULES, Call, Composite, Decline, Entry, Fold, Rule
 
 _hooked = _checkpoint.hooked
 _SEQUENCES = (list, tuple)
@@ -157,9 +157,12 @@ class Intercept(TorchFunctionMode):
     def _handled(self, func: Any, args: Any, kwargs: Any) -> Any:
         if _hooked() is not None:
             _checkpoint.follow(self._again)
+        key = func
+        if func in REDIRECTS:
+            key, func, args = REDIRECTS[func](func, args, kwargs)
         seen = self._look((*args, *kwargs.values()) if kwargs else args)
         _, params, _, graph = seen
-        rule = RULES.get(func)
+        rule = RULES.get(key)
         if rule is None and not params and not graph and _is_ordinary(func) and kwargs.keys().isdisjoint(_TELLING):
             return func(*args, **kwargs)  # as most calls are: 2 us on top of vmap's own
         if func in RANDOM and draws(func, args, kwargs):
@@ -512,6 +515,29 @@ class Intercept(TorchFunctionMode):
             self._listed(func, others, None, "an input of the op, not its weight")
         lowered = [self._lower(t) for t in call.others] if call.others else ()
         return ft.wrap(ft.below(self._applied, call, applied, self._lower(call.x), *lowered), self.level)
+
+    def _ask_op(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Raise what `func` itself says of a call at which a rule failed: then the call is wrong, not the rule.
+
+        Sample by sample, without vmap, which may have reasons of its own to refuse.
+        """
+        if ft.current_level() != self.level:
+            return
+
+        def one(value: Any, i: int) -> Any:
+            if type(value) in _SEQUENCES:
+                return type(value)([one(v, i) for v in value])
+            return ft.lower(value, self.n, self.level)[i].detach().clone() if isinstance(value, Tensor) else value
+
+        def ask() -> None:
+            for i in range(self.n):
+                func(*[one(a, i) for a in args], **{k: one(v, i) for k, v in kwargs.items()})
+
+        try:
+            with torch.no_grad():
+                ft.below(ask)
+        except Exception as error:
+            raise error from None
 
     def _lower(self, t: Any) -> Any:
         """The (N, ...) tensor behind an operand."""
