@@ -10,6 +10,7 @@ from torch import Tensor
 from . import _alloc, _engine, _memory, _problem
 from . import _functorch as ft
 from ._errors import ArgumentError, ArgumentTypeError
+from ._hooks import uncompiled
 from ._problem import Problem
 from ._sink import DenseSink
 from .ops import use_rules
@@ -48,6 +49,7 @@ def per_sample_grads(
 ) -> tuple[P, Any]: ...
 
 
+@uncompiled
 def per_sample_grads(
     fn: Callable[..., Any],
     params: Any,

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch._C import _functorch as _ft
-from torch._functorch import autograd_function as _autograd_function
 from torch._functorch import predispatch as _predispatch
 from torch._library.custom_ops import CustomOpDef as _CustomOp
 from torch._ops import OpOverload, OpOverloadPacket
@@ -118,14 +117,11 @@ def is_faking() -> bool:
     return _FAKE is not None and torch._C._get_dispatch_mode(_FAKE) is not None
 
 
-# ---- ops and autograd Functions, as a mode sees them called ------------------------------------------------
+# ---- ops, as a mode sees them called ------------------------------------------------
 
 Overload = OpOverload  # torch.ops.aten.mul.Tensor
 Packet = OpOverloadPacket  # torch.ops.aten.mul: all its overloads
 CustomOp = _CustomOp  # what the decorator torch.library.custom_op returns; has one overload
-
-# what `apply` of an autograd Function calls inside a transform, with the class as its first argument
-CALL_OF_FUNCTION: Any = getattr(_autograd_function, "custom_function_call", None)
 
 
 def overload_of(packet: Any, args: Any, kwargs: Any) -> Any:

@@ -13,10 +13,12 @@ from torch import Tensor
 from ._calls import is_composite, opened
 from ._errors import ArgumentError, ArgumentTypeError, UnsupportedOpError
 from ._held import HELD
+from ._hooks import uncompiled
 
 Fn = Callable[[dict[str, Tensor], Any], Tensor]
 
 
+@uncompiled
 def from_module(model: torch.nn.Module, loss: Callable[[Any, Any], Tensor]) -> tuple[Fn, dict[str, Tensor]]:
     """`model` and `loss` as `(fn, params)`, with `fn(params, (inputs, target))` the loss of one sample.
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from . import _functorch as ft
 from ._errors import ArgumentTypeError, PsgradError, RuleError, Spot, is_out_of_memory, name_of, spot
 from ._factors import Factor
+from ._hooks import FunctionCall
 from ._param import Param
 from ._registry import REDIRECTS, RULES, Call, Composite, Decline, Entry, Fold, Needs, Rule
 
@@ -28,12 +29,6 @@ _ONE_GRADIENT = "its backward must yield one gradient per sample: mend the rule.
 # ---- what the table is asked for ------------------------------------------------------------------------------------
 
 
-def _function(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-    """A call of an autograd Function inside a transform: its class is the first argument, and the key of its rule."""
-    kind, *rest = args
-    return (kind, kind.apply, tuple(rest)) if kind in RULES else (func, func, args)
-
-
 def _overload(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
     """A call of an op that may have several overloads: torch says which one the arguments mean."""
     try:
@@ -43,7 +38,6 @@ def _overload(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
     return found, found, args
 
 
-REDIRECTS[ft.CALL_OF_FUNCTION] = _function
 _REGISTERED: dict[Any, Entry] = {}  # rules as they were given, by their keys in the table
 
 
@@ -57,7 +51,7 @@ def _keys(function: Any) -> list[Any]:
         return [ft.overload_of_custom_op(function)]
     owner = getattr(function, "__self__", None) if getattr(function, "__name__", "") == "apply" else function
     if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
-        return [owner]
+        return [FunctionCall(owner)]
     if isinstance(function, type) or not callable(function):
         what = f"the class {function.__name__}" if isinstance(function, type) else f"a {type(function).__name__}"
         raise ArgumentTypeError(

@@ -25,10 +25,12 @@ from ._factored import (
     refuse_nonfinite,
 )
 from ._factors import flat, norm_of_norms
+from ._hooks import uncompiled
 from ._memory import Run, Work
 from ._problem import Problem, generators, rewind
 
 
+@uncompiled
 def factored_grads(
     fn: Callable[..., Any],
     params: Any,
@@ -102,6 +104,7 @@ def _own(fg: FactoredGrads, problem: Problem) -> FactoredGrads:
     return FactoredGrads(tuple(blocks), fg._metas, fg._spec, fg._n, fg.values, fg.aux)
 
 
+@uncompiled
 def per_sample_norms(
     fn: Callable[..., Any],
     params: Any,
@@ -191,6 +194,7 @@ def _looped_grads(problem: Problem) -> list[Tensor]:
     return [torch.stack(column) for column in zip(*rows, strict=True)]
 
 
+@uncompiled
 def weighted_grad(
     fn: Callable[..., Any],
     params: Any,
@@ -291,6 +295,7 @@ class ClippedGrad(NamedTuple):
     values: Tensor  # (N,) losses
 
 
+@uncompiled
 def clipped_grad(
     fn: Callable[..., Any],
     params: Any,
@@ -454,6 +459,7 @@ def _clipped_in_two(
     return _weighted(problem, w, step, states), [whole], torch.cat(values), finite is None
 
 
+@uncompiled
 def gram(
     fn: Callable[..., Any],
     params: Any,
@@ -558,6 +564,7 @@ class GradStats(NamedTuple):
     noise_scale: Tensor  # tr(S) / |G|^2
 
 
+@uncompiled
 def grad_stats(
     fn: Callable[..., Any],
     params: Any,

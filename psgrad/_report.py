@@ -14,6 +14,7 @@ from ._api import grads_work
 from ._applied import Use
 from ._errors import PsgradError, place_of
 from ._factors import Factor
+from ._hooks import uncompiled
 from ._intercept import Diverged
 from ._op_loop import Unlooped
 from ._param import Param, Source
@@ -141,6 +142,7 @@ def _listed(problem: Problem) -> tuple[list[Use], _Listing]:
     return log, sink
 
 
+@uncompiled
 def explain(
     fn: Callable[..., Any],
     params: Any,

@@ -10,12 +10,14 @@ import torch
 from . import _engine, _problem
 from ._api import per_sample_grads
 from ._applied import Use
+from ._hooks import uncompiled
 from ._intercept import Diverged
 from ._op_loop import Unlooped
 from ._problem import Problem
 from ._sink import DenseSink
 
 
+@uncompiled
 def loop_grads(fn: Callable[..., Any], params: Any, batch: Any, *, in_dims: Any = 0) -> Any:
     """Per-sample gradients by the most obvious means: one backward pass per sample.
 
@@ -45,6 +47,7 @@ def _named(name: str, text: str) -> str:
     return f"{name}: {text}"
 
 
+@uncompiled
 def rules_used(fn: Callable[..., Any], params: Any, batch: Any, *, in_dims: Any = 0) -> dict[str, list[str]]:
     """Which rule handled each use of each parameter in a real run; "vmap" where none did.
 
@@ -76,6 +79,7 @@ def _logged(problem: Problem, log: list[Use]) -> None:
         raise RuntimeError(f"samples run one by one: {unlooped.why}") from None
 
 
+@uncompiled
 def check(
     fn: Callable[..., Any],
     params: Any,
