@@ -83,7 +83,8 @@ def asks_for_grad(func: Any) -> bool:
 
 def is_python(func: Any) -> bool:
     """Whether `func` is Python of torch's that hands itself over to modes: it can be taken apart."""
-    return type(func) is types.FunctionType and not _HAND_OVERS.isdisjoint(func.__code__.co_names)
+    python = type(func) is types.FunctionType and str(func.__module__).partition(".")[0] == "torch"
+    return python and not _HAND_OVERS.isdisjoint(func.__code__.co_names)
 
 
 _HAND_OVERS = frozenset(["has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"])

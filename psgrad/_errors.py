@@ -8,6 +8,7 @@ from types import CodeType, FrameType, TracebackType
 from typing import NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from . import _functorch as ft
 
@@ -20,6 +21,9 @@ _MODULE = os.path.join(os.path.dirname(__file__), "_module.py")
 _UNFILED = {"<stdin>": "standard input", "<string>": "code in a string"}
 _OLD_CELL = re.compile(r"<ipython-input-(\d+)-")
 _IN = re.compile(r"In\s*\[(\d+)\]")
+
+
+NO_VALUES = (DataDependentOutputException, DynamicOutputShapeException)  # a fake tensor is asked for what it has not
 
 
 class PsgradError(Exception):

@@ -5,8 +5,10 @@ nothing in threads that are not inside one.
 """
 
 import contextlib
+import inspect
 import sys
 import threading
+import types
 from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeVar
@@ -18,8 +20,16 @@ C = TypeVar("C", bound=Callable[..., Any])
 
 # ---- autograd Functions ----------------------------------------------------------------------------------
 
+CUSTOM_FUNCTION_CALL: Any = torch._functorch.autograd_function.custom_function_call  # what modes see of the newer style
 _Function: Any = torch.autograd.Function
-_torchs_apply = _Function.__dict__["apply"]  # a classmethod
+_method: Any = _Function.__dict__["apply"]
+_apply: Any = getattr(_method, "__func__", None)  # up to torch 2.14 a Python function
+_code = None if _apply is None else _apply.__code__
+_torchs_apply: Any = (
+    (lambda cls, *args, **kwargs: _method.__get__(None, cls)(*args, **kwargs))
+    if _code is None
+    else types.FunctionType(_code, _apply.__globals__, "apply", _apply.__defaults__, _apply.__closure__)
+)
 _lock = threading.Lock()
 _watching = 0  # how many runs, in all threads, want to see calls of autograd Functions
 
@@ -54,33 +64,56 @@ class FunctionCall:
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The same without asking modes, which see what the Function calls instead."""
-        return _torchs_apply.__func__(self.function, *args, **kwargs)
+        return _torchs_apply(self.function, *args, **kwargs)
 
 
-@classmethod  # type: ignore[misc]
-def _seen_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    if _thread.watching and torch._C._is_torch_function_mode_enabled():
-        return torch.overrides.handle_torch_function(FunctionCall(cls), args, *args, **kwargs)
-    return FunctionCall(cls).run(*args, **kwargs)
+class _Hook:
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        """Runs in place of torch's `Function.apply`, among the names of torch's module, hence the import."""
+        from psgrad._hooks import applied
+
+        return applied(__class__, cls, args, kwargs)  # type: ignore[name-defined]  # torch's code has that cell, too
+
+
+_HOOK = classmethod(_Hook.apply)
+
+
+def applied(_: Any, cls: Any, args: Any, kwargs: Any) -> Any:
+    """`cls.apply(*args, **kwargs)` while some thread wants modes to see it."""
+    if not _thread.watching or not torch._C._is_torch_function_mode_enabled():
+        return _torchs_apply(cls, *args, **kwargs)
+    if _is_newer(cls):  # as torch itself does: defaults are filled in, names forgotten
+        bound = inspect.signature(cls.forward).bind(*args, **kwargs)
+        bound.apply_defaults()
+        args, kwargs = bound.args, {}
+    return torch.overrides.handle_torch_function(FunctionCall(cls), args, *args, **kwargs)
+
+
+def _is_newer(function: Any) -> bool:
+    """Whether an autograd Function is in the style that torch lets into transforms: its forward has no ctx."""
+    return function.setup_context is not _Function.setup_context
 
 
 def vmaps_itself(function: Any) -> bool:
     """Whether an autograd Function says what it does under vmap, by a staticmethod or by leaving it to torch."""
-    newer = function.setup_context is not _Function.setup_context
-    return newer and (function.generate_vmap_rule or function.vmap is not _Function.vmap)
+    return _is_newer(function) and (function.generate_vmap_rule or function.vmap is not _Function.vmap)
 
 
 class functions_seen:  # noqa: N801, used like a function
     """Inside, modes of this thread see calls of autograd Functions.
 
-    Torch shows them those in the newer style alone, and refuses the others under vmap before any mode is asked.
+    Torch shows them those in the newer style alone, and refuses the others under vmap before any mode is asked. Where
+    `Function.apply` is Python its code is exchanged, not the method: people keep `exp = Exp.apply` and call that.
     """
 
     def __enter__(self) -> None:
         global _watching
         with _lock:
             _watching += 1
-            _Function.apply = _seen_apply
+            if _apply is None:
+                _Function.apply = _HOOK
+            else:
+                _apply.__code__ = _Hook.apply.__code__
         _thread.watching += 1
 
     def __exit__(self, *_: object) -> None:
@@ -89,7 +122,10 @@ class functions_seen:  # noqa: N801, used like a function
         with _lock:
             _watching -= 1
             if not _watching:
-                _Function.apply = _torchs_apply
+                if _apply is None:
+                    _Function.apply = _method
+                else:
+                    _apply.__code__ = _code
 
 
 # ---- torch.compile ---------------------------------------------------------------------------------------

@@ -51,15 +51,16 @@ from ._calls import (
 )
 from ._control_flow import body_of
 from ._draws import RANDOM, Draws, draws
-from ._errors import PsgradError, RuleError, UnsupportedOpError, is_out_of_memory, name_of, place
+from ._errors import NO_VALUES, PsgradError, RuleError, UnsupportedOpError, is_out_of_memory, name_of, place
 from ._held import OwnParameters
-from ._hooks import FunctionCall, vmaps_itself
+from ._hooks import CUSTOM_FUNCTION_CALL, FunctionCall, vmaps_itself
 from ._op_loop import Unlooped
 from ._param import Param, Source, shares_memory
 from ._pure import PURE, VIEWS
 from ._registry import REDIRECTS, RULES, Call, Composite, Decline, Entry, Fold, Rule
 
 _hooked = _checkpoint.hooked
+REDIRECTS[CUSTOM_FUNCTION_CALL] = lambda _, args, __: (call := FunctionCall(args[0]), call, args[1:])
 _SEQUENCES = (list, tuple)
 _TRUTHS = (torch.Tensor.__bool__, torch.is_nonzero)
 _TELLING = frozenset(["out", "inplace", "requires_grad"])  # keywords that make a call more than a computation
@@ -124,6 +125,7 @@ class Intercept(TorchFunctionMode):
         self.n, self.randomness, self.sink, self.log = n, randomness, sink, log
         self.own_parameters, self.draws = own, Draws(own.params, randomness)
         self.functions = False  # `fn` calls autograd Functions, whose backward is Python
+        self.settled: Exception | None = None  # an error that is `fn`'s own, whatever way the op runs
         self.hooks = False  # `fn` hangs hooks into the graph
         self.looped: dict[str, str] = {}  # ops that ran in a loop over samples, with where and why
         self.level, self.roots = -1, 0  # roots: how many sources are parameters as given
@@ -197,7 +199,11 @@ class Intercept(TorchFunctionMode):
                 args, kwargs = self._own_statistics(func, args, kwargs)
                 seen = self._look((*args, *kwargs.values()))
         if rule is not None:
-            return self._ruled(rule, func, args, kwargs, seen)
+            try:
+                return self._ruled(rule, func, args, kwargs, seen)
+            except RuleError:
+                self._ask_op(func, args, kwargs)  # which may say that it is the caller's mistake
+                raise
         if type(func) is FunctionCall:
             return self._function(func, args, kwargs)
         if func in ANSWERS:
@@ -265,6 +271,8 @@ class Intercept(TorchFunctionMode):
     def _second_chance(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
         """A call that failed: taken apart, or in a loop over samples. Where these fail too, the error is `fn`'s own."""
         if self.recomputing or func in ANSWERS:  # torch ends a recomputation early by an error of its own
+            raise error
+        if error is self.settled or isinstance(error, NO_VALUES):
             raise error
         if isinstance(error, PsgradError) or is_out_of_memory(error) or "randomness error mode" in str(error):
             raise error
@@ -537,6 +545,7 @@ class Intercept(TorchFunctionMode):
             with torch.no_grad():
                 ft.below(ask)
         except Exception as error:
+            self.settled = error
             raise error from None
 
     def _lower(self, t: Any) -> Any:

@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from . import _engine, _memory, _problem
 from ._api import grads_work
 from ._applied import Use
-from ._errors import PsgradError, place_of
+from ._errors import NO_VALUES, PsgradError, place_of
 from ._factors import Factor
 from ._hooks import uncompiled
 from ._intercept import Diverged
@@ -21,7 +20,6 @@ from ._param import Param, Source
 from ._plan import Plan
 from ._problem import Problem
 
-_VALUES = (DataDependentOutputException, DynamicOutputShapeException)  # a fake tensor is asked for what it has not
 
 
 class Row(NamedTuple):
@@ -214,7 +212,7 @@ def _why_run(error: BaseException) -> str:
     """Why shapes alone did not tell what `fn` does."""
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, (Diverged, *_VALUES)):
+        if isinstance(cause, (Diverged, *NO_VALUES)):
             return "fn looks at values:"
         cause = cause.__cause__ or cause.__context__
     why = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__

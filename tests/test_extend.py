@@ -649,16 +649,12 @@ def test_an_autograd_function_of_parameters_alone_is_computed_once() -> None:
     assert calls == []
 
 
-def test_an_autograd_function_without_setup_context_handed_to_the_mode() -> None:
-    """Torch refuses it before a mode sees it; what sees it first hands it over as torch does those of the new style."""
-
-    def apply(x: Tensor, w: Tensor) -> Any:
-        if not torch.overrides.has_torch_function((x, w)):  # outside the mode
-            return OldCube.apply(x, w)
-        return torch.overrides.handle_torch_function(psgrad._functorch.CALL_OF_FUNCTION, (x, w), OldCube, x, w)
-
-    with registered(cubes(OldCube.apply)):
-        check_cube(apply)
+def test_an_autograd_function_without_setup_context_meets_its_rule() -> None:
+    """Torch refuses it inside transforms before a mode sees it."""
+    rule = cubes(OldCube.apply)
+    bind = lambda x, w, shift=0.5: rule.bind(x, w, shift)
+    with registered(dataclasses.replace(rule, bind=bind)):
+        check_cube(OldCube.apply)
 
 
 def test_errors_name_an_autograd_function_as_people_write_it() -> None:
