@@ -86,10 +86,6 @@ def _is_changed(name: str) -> Callable[..., Call]:
     return changed
 
 
-def _counts(differs: Differs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return differs(_argument(args, kwargs, 1, "weight")) and bool(_argument(args, kwargs, 5, "scale_grad_by_freq"))
-
-
 def _pads(differs: Differs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return differs(_argument(args, kwargs, 1, "weight")) and _argument(args, kwargs, 2, "padding_idx") is not None
 
@@ -121,7 +117,6 @@ TABLE = (
     Fault((torch.roll, T.roll), "rolls a scalar along the samples", _is_scalar, _copied),
     Fault((T.squeeze_,), "takes the axis of a single sample away", _is_bare, _squeezed),
     Fault((T.as_strided_,), "takes the memory of all samples for that of one", _always, _refused),
-    Fault((F.embedding,), "counts indices of other samples", _counts),
     Fault((F.embedding,), "lets a gradient through to the padding", _pads, _unpadded),
 )
 FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(function for fault in TABLE for function in fault.functions)

@@ -154,7 +154,10 @@ class Intercept(TorchFunctionMode):
         try:
             return self._handled(func, args, kwargs)
         except Exception as error:
-            return self._second_chance(func, args, kwargs, error)
+            if not self._has_second_chance(func, args, kwargs, error):
+                raise
+            why = reason_of(error)
+        return self._second_chance(func, args, kwargs, why)
 
     def _handled(self, func: Any, args: Any, kwargs: Any) -> Any:
         if _hooked() is not None:
@@ -167,7 +170,7 @@ class Intercept(TorchFunctionMode):
         rule = RULES.get(key)
         if rule is None and not params and not graph and _is_ordinary(func) and kwargs.keys().isdisjoint(_TELLING):
             return func(*args, **kwargs)  # as most calls are: 2 us on top of vmap's own
-        if func in RANDOM and draws(func, args, kwargs):
+        if func in RANDOM and not self.recomputing and draws(func, args, kwargs):
             self.draws.before(kwargs.get("generator"))
             try:
                 return self._unusual(rule, func, args, kwargs, seen)
@@ -268,24 +271,26 @@ class Intercept(TorchFunctionMode):
 
     # ---- what vmap cannot do -----------------------------------------------------------------------
 
-    def _second_chance(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
+    def _has_second_chance(self, func: Any, args: Any, kwargs: Any, error: Exception) -> bool:
+        """Whether a call that failed may do better by another way: where it is not clear that the error is `fn`'s own."""
+        if self.recomputing or func in ANSWERS or error is self.settled:  # torch ends a recomputation by an error
+            return False
+        if isinstance(error, (PsgradError, *NO_VALUES)) or is_out_of_memory(error):
+            return False
+        if "randomness error mode" in str(error):
+            return False
+        return ft.current_level() == self.level and _op_loop.is_sampled(args, kwargs, self.level)
+
+    def _second_chance(self, func: Any, args: Any, kwargs: Any, why: str) -> Any:
         """A call that failed: taken apart, or in a loop over samples. Where these fail too, the error is `fn`'s own."""
-        if self.recomputing or func in ANSWERS:  # torch ends a recomputation early by an error of its own
-            raise error
-        if error is self.settled or isinstance(error, NO_VALUES):
-            raise error
-        if isinstance(error, PsgradError) or is_out_of_memory(error) or "randomness error mode" in str(error):
-            raise error
-        if ft.current_level() != self.level or not _op_loop.is_sampled(args, kwargs, self.level):
-            raise error
         if minds(func) and getattr(func, "__name__", "") != "__get__":  # a property may be a view of the numbers
-            raise Unlooped(reason_of(error)) from error
+            raise Unlooped(why)
         if is_python(func) and not writes(func, kwargs):
             with self:
                 return opened(func)(*args, **kwargs)
         if func in RANDOM and self.randomness == "same":
-            raise Unlooped(reason_of(error)) from error
-        return self._alone(func, args, kwargs, reason_of(error))
+            raise Unlooped(why)
+        return self._alone(func, args, kwargs, why)
 
     def _alone(self, func: Any, args: Any, kwargs: Any, why: str = "") -> Any:
         """One op in a loop over samples."""

@@ -74,18 +74,23 @@ def run(func: Any, args: Any, kwargs: Any, n: int, level: int, writes: bool, spl
             rows.append([ft.below(row.clone) for row in each] if func in _OF_MEMORY else each)
     found: list[Any] = []
     errors: list[Exception | None] = []
+    error: Exception | None = None
     for row in zip(*rows, strict=True):
         own_args, own_kwargs = optree.tree_unflatten(spec, row)
+        error = None
         try:
             with _Alone(level):
                 found.append(ft.below(lambda a, k: func(*a, **k), own_args, own_kwargs))
-            errors.append(None)
-        except Exception as error:  # this sample's own
+        except Exception as own:  # this sample's
             found.append(None)
-            errors.append(error)
+            error = own
+        errors.append(error)
     split([type(error) for error in errors])
     if errors[0] is not None:
-        raise errors[0]
+        try:
+            raise errors[0]
+        finally:
+            del errors, error  # which would keep this frame, and with it all rows, in a circle
     return args[0] if writes else _stacked(found, level, split)
 
 

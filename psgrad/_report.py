@@ -48,6 +48,7 @@ class Report:
     peak_bytes: int  # beyond inputs and result, all samples at once
     chunk_size: int | None  # what max_bytes gives
     note: str  # how this was found out, where not from shapes alone
+    looped: tuple[str, ...] = ()  # ops that run in a loop over samples, each with its place and the reason
 
     _HEAD = ("parameter", "shape", "op", "at", "how", "factor", "strategy", "mult-adds", "bytes")
 
@@ -78,6 +79,7 @@ class Report:
             lines.append(f"chunk_size {self.chunk_size}")
         if self.unused:
             lines.append("not used, so zeros: " + ", ".join(self.unused))
+        lines += [f"in a loop over samples: {op}" for op in self.looped]
         return [*lines, self.note] if self.note else lines
 
     def __str__(self) -> str:
@@ -133,11 +135,12 @@ class _Listing:
         self.pulled |= {source.index for source, grad in zip(roots, reached, strict=True) if grad is not None}
 
 
-def _listed(problem: Problem) -> tuple[list[Use], _Listing]:
+def _listed(problem: Problem) -> tuple[list[Use], _Listing, tuple[str, ...]]:
+    """Every use of a parameter, what came of it, and the ops that ran in a loop over samples."""
     log: list[Use] = []
     sink = _Listing()
-    _engine.vmapped(problem, sink, log)
-    return log, sink
+    looped = _engine.vmapped(problem, sink, log).looped
+    return log, sink, looped
 
 
 @uncompiled
@@ -182,18 +185,18 @@ def explain(
         return Report((), (), 0, size, 0, 0, None, "no samples: nothing runs")
     try:
         with _memory.fake(problem) as shapes:
-            rows, used = _rows(*_listed(shapes.copied()))
+            rows, used, looped = _rows(*_listed(shapes.copied()))
     except PsgradError:
         raise
     except (Exception, Diverged, Unlooped) as refusal:
         note, scale = f"{_why_run(refusal)} found out by running the first sample", problem.n
         try:
             with _engine.differentiating(), _engine.generators_kept(problem):
-                rows, used = _rows(*_listed(problem.rows(slice(0, 1)).copied()))
+                rows, used, looped = _rows(*_listed(problem.rows(slice(0, 1)).copied()))
         except PsgradError:
             raise
         except (Exception, Unlooped) as error:
-            rows, used = [], None
+            rows, used, looped = [], None, ()
             note = f"vmap refuses at {place_of(error)}: every sample runs on its own, in a loop"
     rows = [row._replace(flops=row.flops * scale, bytes=row.bytes * scale) for row in rows]
     return Report(
@@ -205,6 +208,7 @@ def explain(
         _memory.peak_bytes(problem, problem.n, work),
         None if max_bytes is None else _memory.chunk_size(problem, max_bytes, work),
         note,
+        looped,
     )
 
 
@@ -219,8 +223,10 @@ def _why_run(error: BaseException) -> str:
     return f"shapes alone were not enough at {place_of(error)}: {why};"
 
 
-def _rows(log: list[Use], sink: _Listing) -> tuple[list[Row], set[int] | None]:
-    """A row for each parameter of each use, in the order of the forward; and which parameters are used."""
+def _rows(
+    log: list[Use], sink: _Listing, looped: tuple[str, ...]
+) -> tuple[list[Row], set[int] | None, tuple[str, ...]]:
+    """A row for each parameter of each use, in the order of the forward; which parameters are used; ops in a loop."""
     rows = []
     used = {param.source.index for use in log for param in use.params} | sink.pulled
     for use in log:
@@ -238,4 +244,4 @@ def _rows(log: list[Use], sink: _Listing) -> tuple[list[Row], set[int] | None]:
             else:
                 _, _, kind, plan = found
                 rows.append(Row(name, shape, use.op, use.place, how, kind, plan.strategy, plan.flops, size))
-    return rows, used
+    return rows, used, looped

@@ -250,15 +250,22 @@ class OldStyle(torch.autograd.Function):
 
 
 class Doubled(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+
     def forward(self, x):
-        return OldStyle.apply(x)
+        if self.how == "one op":
+            return OldStyle.apply(x)
+        return x * (2 + 0 * float(x.detach().numpy().sum()))
 
 
-def test_in_the_loop():
-    """Where something else needs the loop: recomputed with the parameters of the call there too."""
-    fn, params, plain = _pair(recomputed, [_block(), nn.Sequential(Doubled(), _block())])
+@pytest.mark.parametrize("how", ["one op", "all"])
+def test_in_the_loop(how):
+    """Where something else needs a loop: recomputed with the parameters of the call there too."""
+    fn, params, plain = _pair(recomputed, [_block(), nn.Sequential(Doubled(how), _block())])
     batch = _batch()
-    with pytest.warns(psgrad.FallbackWarning, match="autograd.Function"):
+    with pytest.warns(psgrad.FallbackWarning, match="a part of fn" if how == "one op" else "psgrad runs fn"):
         found = psgrad.per_sample_grads(fn, params, batch)
     _close(found, psgrad.testing.loop_grads(plain, params, batch))
 
