@@ -1,53 +1,62 @@
 # make demo   a minute with psgrad: trains, shows, checks, times
 # make test   lint, types, tests, doctests, notebooks
 # make bench  psgrad beside its peers: tables, figures and pictures in build/bench; ARGS="--quick" for a first look
-# make clean  removes the environment and every cache
+# make clean  removes the environments and every cache
+#
+# PYTHON=python3.12: another interpreter, for an environment that is yet to be made.
+# TORCH=2.15.0: that version of torch, in an environment of its own beside .venv (several GB).
 
 PYTHON ?= python3
-BIN := .venv/bin
+VENV := .venv$(if $(TORCH),-torch-$(TORCH))
+BIN := $(VENV)/bin
+CONSTRAINTS := $(if $(TORCH),build/constraints-torch-$(TORCH).txt,constraints.txt)
 
 # Builds in isolation read these variables, so the build backend is pinned as well.
-export PIP_CONSTRAINT := constraints.txt
-export PIP_BUILD_CONSTRAINT := constraints.txt
+export PIP_CONSTRAINT := $(CONSTRAINTS)
+export PIP_BUILD_CONSTRAINT := $(CONSTRAINTS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: demo test bench clean
 
-demo: .venv/.demo
+demo: $(VENV)/.demo
 	$(BIN)/python -m psgrad
 
-test: .venv/.dev
+test: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n 2
 
-bench: .venv/.bench
+bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks --json build/bench/times.json --plots build/bench $(ARGS)
 
 clean:
-	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch-* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Stamps: an environment is made once, and again when what it is made from changes.
 
 $(BIN)/python:
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv $(VENV)
+
+build/constraints-torch-%.txt: constraints.txt
+	mkdir -p $(@D)
+	sed 's/^torch==.*/torch==$*/' $< > $@
 
 # torch first and pinned: asked for freely, pip may choose a build that brings gigabytes of GPU packages.
-.venv/.torch: constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install -q -c constraints.txt torch
+$(VENV)/.torch: $(CONSTRAINTS) | $(BIN)/python
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) torch
 	touch $@
 
-.venv/.demo: pyproject.toml constraints.txt .venv/.torch
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[demo]"
+$(VENV)/.demo: pyproject.toml $(CONSTRAINTS) $(VENV)/.torch
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e ".[demo]"
 	touch $@
 
-.venv/.dev: pyproject.toml constraints.txt .venv/.torch
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev]"
+$(VENV)/.dev: pyproject.toml $(CONSTRAINTS) $(VENV)/.torch
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e ".[dev]"
 	touch $@
 
-.venv/.bench: pyproject.toml constraints.txt .venv/.torch
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[bench]"
-	$(BIN)/python -m pip install -q -c constraints.txt --no-deps backpack-for-pytorch
+$(VENV)/.bench: pyproject.toml $(CONSTRAINTS) $(VENV)/.torch
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e ".[bench]"
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) --no-deps backpack-for-pytorch
 	touch $@
