@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import optree
 import torch
@@ -16,6 +16,9 @@ from . import _functorch as ft
 from ._errors import ArgumentError, ArgumentTypeError
 from ._factors import cast, norm_of_norms, wide, widest
 from ._kept import Kept
+from ._problem import paths
+
+Nonfinite = Literal["raise", "zero", "propagate"]
 
 
 class Meta(NamedTuple):
@@ -116,18 +119,26 @@ class FactoredGrads:
         """The mean of the gradients, a pytree like params."""
         return self._typed([t / self._n for t in self._sums(None)])
 
-    def clipped_sum(self, max_norm: float, *, nonfinite: str = "raise") -> Any:
+    def clipped_sum(self, max_norm: Any, *, nonfinite: Nonfinite = "raise") -> Any:
         """The sum of the gradients, each scaled to norm `max_norm` where it is larger.
 
-        Samples whose gradients are not finite: `nonfinite="raise"` names them in an error, `"zero"` leaves
-        them out, `"propagate"` makes the sum NaN.
+        `max_norm` is what `clipped_grad` takes: a positive number, a pytree prefix of params with a number for the
+        parameters below it, or a dict by names of modules. Samples whose gradients are not finite:
+        `nonfinite="raise"` names them in an error, `"zero"` leaves them out, `"propagate"` makes the sum NaN.
         """
         check_nonfinite(nonfinite)
-        max_norm, norms = check_max_norm(max_norm), self.norms()
-        finite = finite_of([norms], nonfinite)
+        like = self._tree([self.values] * len(self._metas))  # of which the structure alone counts
+        bounds, _, group = bounds_of(max_norm, like, len(self._metas))
+        if len(bounds) == 1:
+            norms = [self.norms()]
+        else:
+            each = [self._gathered((self._n,), partial(norms_of_param, i)) for i in range(len(self._metas))]
+            norms = norms_under(each, group, len(bounds))
+        finite = finite_of(norms, nonfinite)
         if nonfinite == "raise" and finite is not None:
             refuse_nonfinite(finite)
-        return self._typed(self._sums([clip_weights(norms, max_norm, finite, nonfinite)] * len(self._metas)))
+        weights = [clip_weights(t, bound, finite, nonfinite) for t, bound in zip(norms, bounds, strict=True)]
+        return self._typed(self._sums([weights[k] for k in group]))
 
     def variance(self) -> Any:
         """The unbiased variance over samples of every number of the parameters; NaN for fewer than two samples."""
@@ -367,6 +378,61 @@ def check_max_norm(max_norm: Any, where: str = "max_norm") -> Any:
     if (number or not ft.is_recorded()) and not float(max_norm) > 0:
         raise ArgumentError(f"{where}={float(max_norm)} is not positive\n  give a positive number; inf clips nothing.")
     return max_norm.detach().reshape(()) if isinstance(max_norm, Tensor) else max_norm
+
+
+def bounds_of(max_norm: Any, params: Any, count: int) -> tuple[list[Any], optree.PyTreeSpec | None, list[int]]:
+    """The bounds, their tree where they are one, and which of them each of `count` parameters is under.
+
+    Of `params` only the structure counts.
+    """
+    if isinstance(max_norm, (float, int)):
+        return [check_max_norm(max_norm)], None, [0] * count
+    leaves, spec = optree.tree_flatten(max_norm)
+    if spec.is_leaf():
+        return [check_max_norm(max_norm)], None, [0] * count
+    names = paths(spec, "max_norm")
+    bounds = [check_max_norm(leaf, name) for leaf, name in zip(leaves, names, strict=True)]
+    numbers: Any = optree.tree_unflatten(spec, list(range(len(leaves))))
+    if isinstance(max_norm, dict) and all(isinstance(k, int) for k in numbers.values()):
+        keys = _flat_keys(params, count)
+        if keys is not None:
+            return bounds, spec, _by_name(numbers, keys)
+    try:
+        return bounds, spec, optree.broadcast_prefix(numbers, params)
+    except (ValueError, TypeError):
+        raise ArgumentError(
+            f"max_norm does not fit params\n  max_norm: {spec}\n  params: {optree.tree_structure(params)}\n"
+            "  give one number, or a pytree prefix of params."
+        ) from None
+
+
+def _flat_keys(params: Any, count: int) -> list[str] | None:
+    """The names of parameters in a dict from name to tensor, in the order of the leaves; None for any other tree."""
+    if not isinstance(params, dict) or len(params) != count:
+        return None
+    keys = [path[0] for path in optree.tree_paths(params) if len(path) == 1 and isinstance(path[0], str)]
+    return keys if len(keys) == count else None
+
+
+def _by_name(numbers: dict[str, int], names: Sequence[str]) -> list[int]:
+    """For parameters called like "encoder.weight": the bound with that name, or with that of a module above."""
+    group = []
+    for name in names:
+        above = [key for key in numbers if name == key or name.startswith(f"{key}.")]
+        if not above:
+            raise ArgumentError(
+                f"max_norm has no bound for {name!r}\n  give one for the parameter, or for a module above it."
+            )
+        group.append(numbers[max(above, key=len)])
+    if unused := [key for key, k in numbers.items() if k not in group]:
+        raise ArgumentError(f"max_norm has {unused[0]!r}, under which there is no parameter\n  leave it out.")
+    return group
+
+
+def norms_under(each: Sequence[Tensor], group: Sequence[int], count: int) -> list[Tensor]:
+    """Norms (N,) over the parameters under each of `count` bounds, from those of each parameter."""
+    under = [[t for t, k in zip(each, group, strict=True) if k == bound] for bound in range(count)]
+    return [norm_of_norms(ts) if ts else torch.zeros_like(each[0]) for ts in under]
 
 
 def norm_of_all(norms: Sequence[Tensor | None]) -> Tensor | None:

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -17,14 +17,16 @@ from ._errors import ArgumentError, ArgumentTypeError, FallbackWarning, place_of
 from ._factored import (
     Block,
     FactoredGrads,
+    Nonfinite,
     add_sums,
-    check_max_norm,
+    bounds_of,
     check_nonfinite,
     clip_weights,
     finite_of,
+    norms_under,
     refuse_nonfinite,
 )
-from ._factors import flat, norm_of_norms
+from ._factors import flat
 from ._hooks import uncompiled
 from ._memory import Run, Work
 from ._problem import Problem, generators, rewind
@@ -302,7 +304,7 @@ def clipped_grad(
     batch: Any,
     max_norm: Any,
     *,
-    nonfinite: Literal["raise", "zero", "propagate"] = "raise",
+    nonfinite: Nonfinite = "raise",
     valid: Tensor | None = None,
     in_dims: Any = 0,
     chunk_size: int | None = None,
@@ -334,7 +336,7 @@ def clipped_grad(
     _chunk.refuse_inside_transforms("clipped_grad")
     check_nonfinite(nonfinite)
     problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness=randomness, frugal=max_bytes is not None)
-    bounds, bounds_spec, group = _bounds(max_norm, params, len(problem.params))
+    bounds, bounds_spec, group = bounds_of(max_norm, params, len(problem.params))
     n, (problem, index) = problem.n, _chunk.counting(problem, valid)
     with _engine.differentiating():
         try:
@@ -356,43 +358,6 @@ def clipped_grad(
         norms[0] if bounds_spec is None else optree.tree_unflatten(bounds_spec, norms),
         _chunk.spread_out(values, index, n),
     )
-
-
-def _bounds(max_norm: Any, params: Any, count: int) -> tuple[list[Any], optree.PyTreeSpec | None, list[int]]:
-    """The bounds, their tree where they are one, and which of them each parameter is under."""
-    if isinstance(max_norm, (float, int)):
-        return [check_max_norm(max_norm)], None, [0] * count
-    leaves, spec = optree.tree_flatten(max_norm)
-    if spec.is_leaf():
-        return [check_max_norm(max_norm)], None, [0] * count
-    names = _problem.paths(spec, "max_norm")
-    bounds = [check_max_norm(leaf, name) for leaf, name in zip(leaves, names, strict=True)]
-    numbers: Any = optree.tree_unflatten(spec, list(range(len(leaves))))
-    flat = isinstance(params, dict) and all(isinstance(k, str) and isinstance(p, Tensor) for k, p in params.items())
-    if flat and isinstance(max_norm, dict) and all(isinstance(k, int) for k in numbers.values()):
-        return bounds, spec, _by_name(numbers, optree.tree_leaves(optree.tree_map_with_path(lambda k, _: k[0], params)))
-    try:
-        return bounds, spec, optree.broadcast_prefix(numbers, params)
-    except (ValueError, TypeError):
-        raise ArgumentError(
-            f"max_norm does not fit params\n  max_norm: {spec}\n  params: {optree.tree_structure(params)}\n"
-            "  give one number, or a pytree prefix of params."
-        ) from None
-
-
-def _by_name(numbers: dict[str, int], names: Sequence[str]) -> list[int]:
-    """For parameters called like "encoder.weight": the bound with that name, or with that of a module above."""
-    group = []
-    for name in names:
-        above = [key for key in numbers if name == key or name.startswith(f"{key}.")]
-        if not above:
-            raise ArgumentError(
-                f"max_norm has no bound for {name!r}\n  give one for the parameter, or for a module above it."
-            )
-        group.append(numbers[max(above, key=len)])
-    if unused := [key for key, k in numbers.items() if k not in group]:
-        raise ArgumentError(f"max_norm has {unused[0]!r}, under which there is no parameter\n  leave it out.")
-    return group
 
 
 def _clip_work(whole: Problem) -> Work:
@@ -420,9 +385,7 @@ def _clipped(
         blocks, outcome = _chunk.kept(chunk)
         norms = _chunk.norms_kept(chunk, blocks, per_param=len(bounds) > 1)
         if len(bounds) > 1:
-            each = norms
-            of_bound = [[t for t, k in zip(each, group, strict=True) if k == b] for b in range(len(bounds))]
-            norms = [norm_of_norms(ts) if ts else torch.zeros_like(each[0]) for ts in of_bound]
+            norms = norms_under(norms, group, len(bounds))
         finite = finite_of(norms, nonfinite)
         good = good and finite is None
         weights = [clip_weights(t, bound, finite, nonfinite) for t, bound in zip(norms, bounds, strict=True)]
