@@ -73,8 +73,13 @@ def asks(frame: types.FrameType) -> bool:
     return frame.f_globals is vars(_checkpoint)
 
 
-def unhooked() -> contextlib.AbstractContextManager[Any]:
-    """Inside, what autograd saves is kept as it is."""
+def unhooked(copied: bool = False) -> contextlib.AbstractContextManager[Any]:
+    """Inside, what autograd saves is kept as it is; or as copies, for a backward after its owner may have changed it.
+
+    Torch would notice some changes in place and refuse; a change through `.data` it would take for the saved numbers.
+    """
+    if copied:
+        return torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t)
     if hooked() is None:
         return contextlib.nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)

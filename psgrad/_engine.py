@@ -158,6 +158,7 @@ def _through(problem: Problem, sink: Any, log: list[Use] | None, settings: list[
     own = OwnParameters(problem.params, lambda: problem.names)
     mode = Intercept(n, problem.randomness, sink, log, problem.frugal or "frugal" in settings, own)
     mode.lifts, mode.repeats = "lifts" in settings, "repeats" in settings
+    mode.lasting = problem.lasting
     roots = [p.contiguous() for p in problem.params]
     leaves = [p.expand(n, *p.shape).requires_grad_() for p in roots]
     mode.anchor = leaves[0]

@@ -58,8 +58,9 @@ class FactoredGrads:
     (torch.Size([3, 2]), torch.Size([3, 3]), torch.Size([2, 3, 2]))
 
     Immutable; a pytree node for optree, whose leaves are the tensors it holds. Sums are taken in float32 at
-    least. The answers carry no graph. Where a parameter is used through a function of parameters alone (a weight
-    norm), that function's derivative is taken when a question is asked: ask before you change the parameters.
+    least. The answers carry no graph, and stay the same whatever happens to params and batch afterwards. Where a
+    parameter is used through a function of parameters alone (a weight norm), that function's derivative is taken
+    when a question is asked, from copies of what it needs.
     """
 
     _blocks: tuple[Block, ...]

@@ -140,6 +140,7 @@ class Intercept(TorchFunctionMode):
         self.tape = Tape(frugal)
         self.recomputing = False
         self.lifts = False  # a new tensor gets a sample axis of its own, so that samples can be written into it
+        self.lasting = False  # functions of parameters alone are pulled back after the call
         self.repeats = False  # functions of parameters alone are computed per sample, so that they can be written to
 
     def track(self, source: Source) -> Tensor:
@@ -597,7 +598,7 @@ class Intercept(TorchFunctionMode):
         """A function of parameters alone: computed once, tracked as a view or as a new source."""
         grad_enabled = torch.is_grad_enabled()
 
-        with _checkpoint.unhooked():  # its backward runs where a checkpoint cannot recompute
+        with _checkpoint.unhooked(self.lasting):  # its backward runs where a checkpoint cannot recompute
             values = func(*map(self._traced, args), **{k: self._traced(v) for k, v in kwargs.items()})
         many = isinstance(values, (list, tuple))
         flat = list(values) if many else [values]

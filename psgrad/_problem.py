@@ -39,6 +39,7 @@ class Problem:
     draws_from: Any = None  # the generators' states when all samples are to share one draw
     own_batch: bool = False  # the batch is a copy that `fn` may change
     frugal: bool = False  # memory counts before time
+    lasting: bool = False  # factors outlive the call, whatever happens to the parameters
     seed: Tensor | None = None  # (N,): what each loss counts in the backward; None: 1
 
     def copied(self) -> "Problem":

@@ -70,6 +70,7 @@ def factored_grads(
     problem = _problem.make(
         fn, params, batch, in_dims=in_dims, randomness=randomness, has_aux=has_aux, frugal=max_bytes is not None
     )
+    problem.lasting = True
     step = step_of(problem, chunk_size, max_bytes, _chunk.work("factored", _chunk.factored))
     with _engine.differentiating():
         parts = [(rows, _chunk.factored(chunk)) for rows, chunk in _chunk.chunks(problem, step)]
@@ -95,12 +96,13 @@ def _concatenated(problem: Problem, parts: Sequence[tuple[slice, FactoredGrads]]
 
 def _own(fg: FactoredGrads, problem: Problem) -> FactoredGrads:
     """The same without memory that is the caller's, who may change it."""
-    theirs = {t.untyped_storage()._cdata for t in problem.batch if isinstance(t, Tensor)}
+    theirs = {t.untyped_storage()._cdata for t in (*problem.params, *problem.batch) if isinstance(t, Tensor)}
 
     def owned(t: Tensor) -> Tensor:
-        if len(t) > 1 and t.stride(0) == 0:  # the same for all samples: what fn closes over
+        if len(t) > 1 and t.stride(0) == 0:  # the same for all samples: a parameter, or what fn closes over
             return t[:1].clone().expand(t.shape)
-        return t.clone() if t.untyped_storage()._cdata in theirs else t
+        # a single row has no stride that would tell
+        return t.clone() if len(t) == 1 or t.untyped_storage()._cdata in theirs else t
 
     blocks = [block.each(owned) for block in fg._blocks]
     return FactoredGrads(tuple(blocks), fg._metas, fg._spec, fg._n, fg.values, fg.aux)

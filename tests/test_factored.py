@@ -2,15 +2,18 @@
 
 from typing import Any
 
+import optree
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import psgrad
 
+from .cases import Case
 from .test_contract import assert_close
-from .test_quantities import flat, layers, summed
+from .test_quantities import every_case, flat, layers, summed, warns
+from .test_quantities import pytestmark as pytestmark  # torch's warnings about cases of the table
 
 # ---- clipped sums ----------------------------------------------------------------------------------------
 
@@ -76,3 +79,76 @@ def test_a_clipped_sum_by_layers_leaves_bad_samples_out() -> None:
         "the gradients of sample 1 are not finite\n"
         '  leave them out with nonfinite="zero", or let them through with nonfinite="propagate".'
     )
+
+
+# ---- what happens to params, batch and constants afterwards ------------------------------------------------
+
+
+def wiped(*trees: Any) -> None:
+    """Zeros in the memory of every tensor, as no version counter of torch's notices."""
+    for t in optree.tree_leaves(trees):
+        if isinstance(t, Tensor):
+            t.untyped_storage().fill_(0)
+
+
+@every_case
+def test_answers_stay_when_params_and_batch_change(case: Case) -> None:
+    for chunk_size in (None, 1):  # of one sample nothing tells what is the caller's memory
+        fn, params, batch = case.make()
+        with warns(case):
+            fg = psgrad.factored_grads(fn, params, batch, chunk_size=chunk_size)
+        grads, norms = fg.dense(), fg.norms()
+        wiped(params, batch)
+        assert_close(fg.dense(), grads, rtol=0, atol=0)
+        assert_close(fg.norms(), norms, rtol=0, atol=0)
+
+
+def weight_norm() -> tuple[Any, Any, Any, Any]:
+    fn, params = psgrad.from_module(nn.utils.parametrizations.weight_norm(nn.Linear(6, 5)), F.cross_entropy)
+    return fn, params, (torch.randn(4, 6), torch.randint(5, (4,))), ()
+
+
+def masked_weight() -> tuple[Any, Any, Any, Any]:
+    mask = torch.rand(5, 6)
+    return lambda w, x: F.linear(x, (w * mask).exp()).square().sum(), torch.randn(5, 6), torch.randn(4, 6), mask
+
+
+def table_of_constants() -> tuple[Any, Any, Any, Any]:
+    index = torch.tensor([3, 1, 1])
+    return lambda w, x: (F.embedding(index, w) * x).sum(), torch.randn(9, 50), torch.randn(4, 3, 50), index
+
+
+def constant_input() -> tuple[Any, Any, Any, Any]:
+    c = torch.randn(3, 40)
+    return lambda w, x: (F.linear(c, w) * x).sum(), torch.randn(30, 40), torch.randn(4, 3, 30), c
+
+
+def two_parameters() -> tuple[Any, Any, Any, Any]:
+    params = {"a": torch.randn(3, 40), "b": torch.randn(30, 40)}
+    return lambda p, x: (F.linear(p["a"], p["b"]) * x).sum(), params, torch.randn(4, 3, 30), ()
+
+
+CHANGES: dict[str, Any] = {
+    "in place": lambda t: t.add_(1),
+    "data": lambda t: t.data.add_(1),
+    "overwritten": lambda t: t.zero_(),
+}
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("make", [weight_norm, masked_weight, table_of_constants, constant_input, two_parameters])
+def test_answers_stay_when_what_fn_uses_changes(make: Any, change: str, chunk_size: int | None) -> None:
+    """Parameters behind a function of parameters, constants that fn closes over: of many samples and of one."""
+    fn, params, batch, constants = make()
+    want = psgrad.testing.loop_grads(fn, params, batch)
+    fg = psgrad.factored_grads(fn, params, batch, chunk_size=chunk_size)
+    with torch.no_grad():
+        for t in optree.tree_leaves((params, constants)):
+            CHANGES[change](t)
+    rows = flat(want)
+    assert_close(fg.dense(), want, rtol=1e-4, atol=1e-5)
+    assert_close(fg.norms(), rows.norm(dim=1), rtol=1e-4, atol=1e-5)
+    assert_close(fg.sum(), summed(want), rtol=1e-4, atol=1e-4)
+    assert_close(fg.dots(), rows @ rows.mT, rtol=1e-4, atol=1e-4)
+    assert_close(fg.to("cpu").dense(), want, rtol=1e-4, atol=1e-5)
