@@ -3,7 +3,7 @@
 from . import extend, ops, rules, testing
 from ._api import per_sample_grads
 from ._errors import ArgumentError, ArgumentTypeError, FallbackWarning, PsgradError, RuleError, UnsupportedOpError
-from ._factored import FactoredGrads
+from ._factored import FactoredGrads, concat
 from ._module import from_module
 from ._quantities import (
     ClippedGrad,
@@ -32,6 +32,7 @@ __all__ = [
     "RuleError",
     "UnsupportedOpError",
     "clipped_grad",
+    "concat",
     "explain",
     "extend",
     "factored_grads",

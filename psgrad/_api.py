@@ -228,13 +228,17 @@ def _chunked(problem: Problem, step: int, buffers: list[Tensor] | None) -> tuple
 
 def _nothing(problem: Problem, buffers: list[Tensor] | None) -> tuple[list[Tensor], _engine.Outcome]:
     """The answer for no samples; `fn` runs on zeros only where the shape of aux is wanted."""
-    grads = buffers or [p.new_empty(0, *p.shape) for p in problem.params]
+    return buffers or [p.new_empty(0, *p.shape) for p in problem.params], no_outcome(problem)
+
+
+def no_outcome(problem: Problem) -> _engine.Outcome:
+    """What besides gradients comes out for no samples."""
     if not problem.has_aux:
-        return grads, _engine.Outcome(problem.params[0].new_empty(0), [], None)
+        return _engine.Outcome(problem.params[0].new_empty(0), [], None)
     sample = [t.new_zeros(t.shape[1:]) if b else t for t, b in zip(problem.batch, problem.batched, strict=True)]
     with torch.no_grad(), _engine.generators_kept(problem):
         out = problem.call([p.clone() for p in problem.params], sample)
-    return grads, _engine.Outcome(out.loss.new_empty(0), [a.new_empty(0, *a.shape) for a in out.aux], out.aux_spec)
+    return _engine.Outcome(out.loss.new_empty(0), [a.new_empty(0, *a.shape) for a in out.aux], out.aux_spec)
 
 
 def composed(problem: Problem, step: int) -> tuple[list[Tensor], _engine.Outcome]:

@@ -1,7 +1,7 @@
 """FactoredGrads: per-sample gradients that are not written out, and what can be asked of them."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -11,7 +11,7 @@ import optree
 import torch
 from torch import Tensor
 
-from . import _alloc
+from . import _alloc, _saved
 from . import _functorch as ft
 from ._errors import ArgumentError, ArgumentTypeError
 from ._factors import cast, norm_of_norms, wide, widest
@@ -43,7 +43,11 @@ class Block:
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Block":
         index = None if self.index is None else change(self.index)
-        return Block(index, tuple(kept.each(change) for kept in self.kept))
+        return Block(index, tuple(kept.each(change) for kept in self.kept), self.small)
+
+    def without_graph(self) -> "Block":
+        """The same, with gradients that are still to be pulled back written out."""
+        return Block(self.index, tuple(kept.without_graph() for kept in self.kept), self.small)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -61,6 +65,9 @@ class FactoredGrads:
     least. The answers carry no graph, and stay the same whatever happens to params and batch afterwards. Where a
     parameter is used through a function of parameters alone (a weight norm), that function's derivative is taken
     when a question is asked, from copies of what it needs.
+
+    It can be copied, pickled and saved; `torch.load` needs no `weights_only=False`, and heeds `map_location`. Gradients
+    behind a function of parameters are written out then.
     """
 
     _blocks: tuple[Block, ...]
@@ -251,13 +258,138 @@ class FactoredGrads:
 
     def to(self, device: Any) -> "FactoredGrads":
         """The same on another device."""
-        moved = [
-            Block(block.index, tuple(k.without_graph() for k in block.kept)).each(lambda t: t.to(device))
-            for block in self._blocks
-        ]
+        moved = [block.without_graph().each(lambda t: t.to(device)) for block in self._blocks]
         metas = [m._replace(device=torch.device(device)) for m in self._metas]
         aux = optree.tree_map(lambda t: t.to(device), self.aux)
         return FactoredGrads(tuple(moved), tuple(metas), self._spec, self._n, self.values.to(device), aux)
+
+    # ---- copies and files ---------------------------------------------------------------------------------
+
+    def __copy__(self) -> "FactoredGrads":
+        return self  # nobody can change it
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Plain data (see _saved.py), without graphs, and without memory beyond the tensors that are held."""
+        blocks = [block.without_graph().each(_Compact()) for block in self._blocks]
+        return {
+            "format": _saved.FORMAT,
+            "samples": self._n,
+            "params": _saved.plain_spec(self._spec),
+            # a tensor says dtype and device, and goes where torch.load's map_location sends it
+            "metas": tuple((tuple(m.shape), torch.empty(0, dtype=m.dtype, device=m.device)) for m in self._metas),
+            "blocks": tuple((b.index, b.small, tuple(_saved.plain(k.terms) for k in b.kept)) for b in blocks),
+            "values": self.values,
+            "aux": self.aux,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if state.get("format") != _saved.FORMAT:
+            raise _saved.unreadable(f"its format is {state.get('format')}, not {_saved.FORMAT}")
+        metas = tuple(Meta(torch.Size(shape), like.dtype, like.device) for shape, like in state["metas"])
+        blocks = []
+        for index, small, kept in state["blocks"]:
+            own = [Kept(_saved.rebuilt(terms), meta.shape) for terms, meta in zip(kept, metas, strict=True)]
+            blocks.append(Block(index, tuple(own), small))
+        spec = _saved.rebuilt_spec(state["params"])
+        found = FactoredGrads(tuple(blocks), metas, spec, state["samples"], state["values"], state["aux"])
+        vars(self).update(vars(found))
+
+
+FactoredGrads.__module__ = "psgrad"  # as people import it: files name it, and are to be read when our code has moved
+torch.serialization.add_safe_globals([FactoredGrads])  # it builds records of a fixed table, and calls nothing
+
+
+class _Compact:
+    """Tensors as they are to be saved: no memory beside their own, and equal views as one."""
+
+    def __init__(self) -> None:
+        self.known: dict[Any, Tensor] = {}
+
+    def __call__(self, t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        key = storage._cdata, t.storage_offset(), t.shape, t.stride(), t.dtype
+        if key not in self.known:
+            self.known[key] = t if storage.nbytes() <= t.nbytes else t.clone()
+        return self.known[key]
+
+
+def concat(parts: Iterable[FactoredGrads]) -> FactoredGrads:
+    """The samples of several FactoredGrads of the same params, behind one another.
+
+    >>> fn = lambda w, x: (w * x).sum()
+    >>> batches = torch.tensor([[3.0, 4.0], [0.0, 1.0]]), torch.tensor([[6.0, 8.0]])
+    >>> fg = psgrad.concat([psgrad.factored_grads(fn, torch.zeros(2), x) for x in batches])
+    >>> len(fg), fg.norms()
+    (3, tensor([ 5.,  1., 10.]))
+
+    Nothing is copied but `values` and `aux`. Whether `fn`, and the numbers in params, are the same is up to you: the
+    gradients at several steps of a training can be joined, too.
+
+    Args:
+        parts: what `factored_grads` returned, at least one.
+
+    Returns:
+        A `FactoredGrads`; `values` and `aux` are joined as well.
+
+    Raises:
+        ArgumentError: there is none; or they differ in the structure, shapes, dtypes or devices of params, or in aux.
+        ArgumentTypeError: one is something else.
+    """
+    found = list(parts)
+    if not found:
+        raise ArgumentError("there is no FactoredGrads to concat\n  give at least one.")
+    first = found[0]
+    for k, fg in enumerate(found):
+        if not isinstance(fg, FactoredGrads):
+            raise ArgumentTypeError(
+                f"parts[{k}] is a {type(fg).__name__}, not a FactoredGrads\n  give what factored_grads returned."
+            )
+        _check_alike(first, fg, k)
+    return joined(found)
+
+
+def _check_alike(first: FactoredGrads, fg: FactoredGrads, k: int) -> None:
+    """Refuse to join what does not belong together."""
+    remedy = "give the gradients of the same params."
+    if fg._spec != first._spec:
+        raise ArgumentError(
+            f"parts[{k}] has another structure of params than parts[0]\n"
+            f"  parts[0]: {first._spec}\n  parts[{k}]: {fg._spec}\n  {remedy}"
+        )
+    for name, a, b in zip(paths(first._spec, "params"), first._metas, fg._metas, strict=True):
+        if a != b:
+            said = [f"shape {tuple(m.shape)}, dtype {m.dtype}, device {m.device}" for m in (a, b)]
+            raise ArgumentError(
+                f"{name} is not the same in parts[0] and parts[{k}]\n"
+                f"  parts[0]: {said[0]}\n  parts[{k}]: {said[1]}\n  {remedy}"
+            )
+    (leaves, spec), (others, other) = optree.tree_flatten(first.aux), optree.tree_flatten(fg.aux)
+    if other != spec:
+        raise ArgumentError(
+            f"parts[{k}] has another structure of aux than parts[0]\n"
+            f"  parts[0]: {spec}\n  parts[{k}]: {other}\n  give what one fn returned."
+        )
+    for name, a, b in zip(paths(spec, "aux"), leaves, others, strict=True):
+        if a.shape[1:] != b.shape[1:]:
+            raise ArgumentError(
+                f"{name} has shape {tuple(a.shape[1:])} in parts[0] and {tuple(b.shape[1:])} in parts[{k}]\n"
+                "  give what one fn returned."
+            )
+
+
+def joined(parts: Sequence[FactoredGrads]) -> FactoredGrads:
+    """`concat` of what is known to belong together."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    blocks, start = [], 0
+    for fg in parts:
+        places = torch.arange(start, start + fg._n, device=fg._metas[0].device)
+        blocks += [Block(places if b.index is None else places[b.index], b.kept, b.small) for b in fg._blocks]
+        start += fg._n
+    there = [fg for fg in parts if fg._n] or parts[:1]  # of no samples the dtype of values is not known
+    aux = optree.tree_map(lambda *leaves: torch.cat(leaves), *(fg.aux for fg in there))
+    return FactoredGrads(tuple(blocks), first._metas, first._spec, start, torch.cat([fg.values for fg in there]), aux)
 
 
 def gathered(
@@ -411,7 +543,8 @@ def _flat_keys(params: Any, count: int) -> list[str] | None:
     """The names of parameters in a dict from name to tensor, in the order of the leaves; None for any other tree."""
     if not isinstance(params, dict) or len(params) != count:
         return None
-    keys = [path[0] for path in optree.tree_paths(params) if len(path) == 1 and isinstance(path[0], str)]
+    tree: Any = params  # of tensors, which optree's types do not know
+    keys = [path[0] for path in optree.tree_paths(tree) if len(path) == 1 and isinstance(path[0], str)]
     return keys if len(keys) == count else None
 
 

@@ -55,7 +55,7 @@ class Kept(NamedTuple):
 
     def without_graph(self) -> "Kept":
         """The same, with gradients that are still to be pulled back written out."""
-        return Kept(tuple(Term(r, Dense(f.dense()) if isinstance(f, Pulled) else f) for r, f in self.terms), self.shape)
+        return Kept(tuple(Term(region, _without_graph(factor)) for region, factor in self.terms), self.shape)
 
     def norms(self) -> Tensor | None:
         """Norms (N,); None where all gradients are zero."""
@@ -224,6 +224,12 @@ class Pulled(Factor):
     def weighted_sum(self, w: Tensor | None = None) -> Tensor:
         sums = [k.weighted_sum(w).to(value.dtype) for k, value in zip(self.kept, self.values, strict=True)]
         return self._pull(sums, False).to(wide(self.root.dtype))
+
+
+def _without_graph(factor: Factor) -> Factor:
+    if isinstance(factor, Placed):
+        return Placed(tuple((region, _without_graph(part)) for region, part in factor.terms), factor.whole)
+    return Dense(factor.dense()) if isinstance(factor, Pulled) else factor
 
 
 # ---- many factors to few ---------------------------------------------------------------------------------

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from . import _chunk, _engine, _problem
 from . import _functorch as ft
-from ._api import Randomness, composed, step_of
+from ._api import Randomness, composed, no_outcome, step_of
 from ._errors import ArgumentError, ArgumentTypeError, FallbackWarning, place_of
 from ._factored import (
-    Block,
     FactoredGrads,
     Nonfinite,
     add_sums,
@@ -23,6 +22,7 @@ from ._factored import (
     check_nonfinite,
     clip_weights,
     finite_of,
+    joined,
     norms_under,
     refuse_nonfinite,
 )
@@ -73,25 +73,12 @@ def factored_grads(
     problem.lasting = True
     step = step_of(problem, chunk_size, max_bytes, _chunk.work("factored", _chunk.factored))
     with _engine.differentiating():
-        parts = [(rows, _chunk.factored(chunk)) for rows, chunk in _chunk.chunks(problem, step)]
+        parts = [_chunk.factored(chunk) for _, chunk in _chunk.chunks(problem, step)]
         if not parts:
-            return FactoredGrads((), _chunk.metas(problem), problem.params_spec, 0, _chunk.no_values(problem))
-        return _own(_concatenated(problem, parts), problem)
-
-
-def _concatenated(problem: Problem, parts: Sequence[tuple[slice, FactoredGrads]]) -> FactoredGrads:
-    if len(parts) == 1:
-        return parts[0][1]
-    blocks = []
-    for rows, fg in parts:
-        places = torch.arange(rows.start, rows.stop, device=problem.params[0].device)
-        blocks += [Block(places if b.index is None else places[b.index], b.kept) for b in fg._blocks]
-    first = parts[0][1]
-    values = torch.cat([fg.values for _, fg in parts])
-    aux = first.aux
-    if aux is not None:
-        aux = optree.tree_map(lambda *leaves: torch.cat(leaves), *(fg.aux for _, fg in parts))
-    return FactoredGrads(tuple(blocks), first._metas, first._spec, problem.n, values, aux)
+            none = no_outcome(problem)
+            aux = optree.tree_unflatten(none.aux_spec, none.aux) if none.aux_spec is not None else None
+            return FactoredGrads((), _chunk.metas(problem), problem.params_spec, 0, _chunk.no_values(problem), aux)
+        return _own(joined(parts), problem)
 
 
 def _own(fg: FactoredGrads, problem: Problem) -> FactoredGrads:
