@@ -142,13 +142,18 @@ def step_of(
     """How many samples to run at once."""
     if chunk_size is None and max_bytes is None:
         return problem.n
+    check_step(chunk_size, max_bytes)
+    if max_bytes is not None and problem.n > 0 and ft.current_level() is None:
+        return _memory.chunk_size(problem, max_bytes, work(problem))
+    return min(chunk_size or problem.n, problem.n)
+
+
+def check_step(chunk_size: int | None, max_bytes: int | None) -> None:
+    """The two options that say how many samples to run at once."""
     _problem.check_positive("chunk_size", chunk_size)
     _problem.check_positive("max_bytes", max_bytes)
     if chunk_size is not None and max_bytes is not None:
         raise ArgumentError("chunk_size and max_bytes are both given\n  give one: max_bytes works out a chunk size.")
-    if max_bytes is not None and problem.n > 0 and ft.current_level() is None:
-        return _memory.chunk_size(problem, max_bytes, work(problem))
-    return min(chunk_size or problem.n, problem.n)
 
 
 def _buffers(out: Any, problem: Problem) -> list[Tensor]:
@@ -227,18 +232,8 @@ def _chunked(problem: Problem, step: int, buffers: list[Tensor] | None) -> tuple
 
 
 def _nothing(problem: Problem, buffers: list[Tensor] | None) -> tuple[list[Tensor], _engine.Outcome]:
-    """The answer for no samples; `fn` runs on zeros only where the shape of aux is wanted."""
-    return buffers or [p.new_empty(0, *p.shape) for p in problem.params], no_outcome(problem)
-
-
-def no_outcome(problem: Problem) -> _engine.Outcome:
-    """What besides gradients comes out for no samples."""
-    if not problem.has_aux:
-        return _engine.Outcome(problem.params[0].new_empty(0), [], None)
-    sample = [t.new_zeros(t.shape[1:]) if b else t for t, b in zip(problem.batch, problem.batched, strict=True)]
-    with torch.no_grad(), _engine.generators_kept(problem):
-        out = problem.call([p.clone() for p in problem.params], sample)
-    return _engine.Outcome(out.loss.new_empty(0), [a.new_empty(0, *a.shape) for a in out.aux], out.aux_spec)
+    """The answer for no samples."""
+    return buffers or [p.new_empty(0, *p.shape) for p in problem.params], _engine.no_outcome(problem)
 
 
 def composed(problem: Problem, step: int) -> tuple[list[Tensor], _engine.Outcome]:

@@ -40,7 +40,17 @@ def kept(problem: Problem, run: Run = _engine.run) -> tuple[list[Block], _engine
 
 def factored(problem: Problem, run: Run = _engine.run) -> FactoredGrads:
     """The same, to ask questions of."""
+    return factored_outcome(problem, run)[0]
+
+
+def factored_outcome(problem: Problem, run: Run = _engine.run) -> tuple[FactoredGrads, _engine.Outcome]:
+    """The same, and what came out besides as it is, to be joined with that of other chunks."""
     blocks, outcome = kept(problem, run)
+    return asked(problem, blocks, outcome), outcome
+
+
+def asked(problem: Problem, blocks: Sequence[Block], outcome: _engine.Outcome) -> FactoredGrads:
+    """What is kept of all samples, and what came out besides, as one object."""
     aux = optree.tree_unflatten(outcome.aux_spec, outcome.aux) if outcome.aux_spec is not None else None
     return FactoredGrads(tuple(blocks), metas(problem), problem.params_spec, problem.n, outcome.values, aux)
 
@@ -55,8 +65,8 @@ def norms_kept(problem: Problem, blocks: Sequence[Block], *, per_param: bool = F
 
 def norms(
     problem: Problem, run: Run = _engine.run, *, per_param: bool = False, draws: Any = None
-) -> tuple[list[Tensor], Tensor]:
-    """Norms (N,), or those of each parameter, and losses; factors are let go as they come.
+) -> tuple[list[Tensor], _engine.Outcome]:
+    """Norms (N,), or those of each parameter, and what came out besides; factors are let go as they come.
 
     `draws`: the generators' states, for those who want the same numbers drawn again later.
     """
@@ -69,7 +79,7 @@ def norms(
 
 def _norms_by(
     sink: Callable[[Sequence[Tensor], int], NormSink], problem: Problem, run: Run, per_param: bool
-) -> tuple[list[Tensor], Tensor]:
+) -> tuple[list[Tensor], _engine.Outcome]:
     found: list[list[Tensor]] = []
     places: list[Tensor | None] = []
     outcomes: list[_engine.Outcome] = []
@@ -85,15 +95,15 @@ def _norms_by(
         outcomes.append(part.outcome)
 
     run(problem, lambda p: sink(p.params, p.n), take)
-    values = _engine.join(outcomes, places).values
+    outcome = _engine.join(outcomes, places)
     if places[0] is None:
-        return found[0], values
+        return found[0], outcome
     whole = [torch.empty(problem.n, dtype=dtype, device=device) for _ in found[0]]
     for index, rows in zip(places, found, strict=True):
         assert index is not None
         for target, t in zip(whole, rows, strict=True):
             target[index.to(device)] = t
-    return whole, values
+    return whole, outcome
 
 
 def dtype_of(problem: Problem) -> torch.dtype:
@@ -101,8 +111,8 @@ def dtype_of(problem: Problem) -> torch.dtype:
     return widest(*[p.dtype for p in problem.params])
 
 
-def sums(problem: Problem, run: Run = _engine.run) -> tuple[list[Tensor | None], Tensor]:
-    """The gradients summed over all samples, each loss counting as `problem.seed` says; and the losses."""
+def sums(problem: Problem, run: Run = _engine.run) -> tuple[list[Tensor | None], _engine.Outcome]:
+    """The gradients summed over all samples, each loss counting as `problem.seed` says; and what came out besides."""
     totals = no_totals(problem)
     outcomes: list[_engine.Outcome] = []
     places: list[Tensor | None] = []
@@ -113,7 +123,7 @@ def sums(problem: Problem, run: Run = _engine.run) -> tuple[list[Tensor | None],
         places.append(part.index)
 
     run(problem, lambda p: SumSink(p.params, p.seed), take)
-    return totals, _engine.join(outcomes, places).values
+    return totals, _engine.join(outcomes, places)
 
 
 def no_totals(problem: Problem) -> list[Tensor | None]:
@@ -181,6 +191,21 @@ def counting(problem: Problem, valid: Any) -> tuple[Problem, Tensor | None]:
 def spread_out(t: Tensor, index: Tensor | None, n: int) -> Tensor:
     """Rows of the samples that count among zeros for the others."""
     return t if index is None else t.new_zeros(n, *t.shape[1:]).index_copy_(0, index.to(t.device), t)
+
+
+def joined(problem: Problem, outcomes: list[_engine.Outcome]) -> _engine.Outcome:
+    """What came out of all chunks besides gradients."""
+    if outcomes:
+        return _engine.join(outcomes)
+    return _engine.no_outcome(problem)._replace(values=no_values(problem))
+
+
+def with_aux(result: Any, outcome: _engine.Outcome, index: Tensor | None, n: int) -> Any:
+    """`result`, and where `fn` returns aux, that of all samples: zeros for those that do not count."""
+    if outcome.aux_spec is None:
+        return result
+    rows = [spread_out(t, index, n) for t in outcome.aux]
+    return result, optree.tree_unflatten(outcome.aux_spec, rows)
 
 
 def no_values(problem: Problem) -> Tensor:

@@ -324,6 +324,16 @@ def join(outcomes: list[Outcome], places: Sequence[Tensor | None] = ()) -> Outco
     )
 
 
+def no_outcome(problem: Problem) -> Outcome:
+    """What besides gradients comes out for no samples; `fn` runs on zeros only where the shape of aux is wanted."""
+    if not problem.has_aux:
+        return Outcome(problem.params[0].new_empty(0), [], None)
+    sample = [t.new_zeros(t.shape[1:]) if b else t for t, b in zip(problem.batch, problem.batched, strict=True)]
+    with torch.no_grad(), generators_kept(problem):
+        out = problem.call([p.clone() for p in problem.params], sample)
+    return Outcome(out.loss.new_empty(0), [a.new_empty(0, *a.shape) for a in out.aux], out.aux_spec)
+
+
 def _looped(
     problem: Problem, sink: Callable[[Problem], S], take: Callable[[Part[S]], None], warning: str | None
 ) -> None:

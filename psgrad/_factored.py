@@ -345,7 +345,15 @@ def concat(parts: Iterable[FactoredGrads]) -> FactoredGrads:
                 f"parts[{k}] is a {type(fg).__name__}, not a FactoredGrads\n  give what factored_grads returned."
             )
         _check_alike(first, fg, k)
-    return joined(found)
+    there = [fg for fg in found if fg._n] or found[:1]  # of no samples the dtype of values is not known
+    return FactoredGrads(
+        blocks_joined([(fg._blocks, fg._n) for fg in found], first._metas[0].device),
+        first._metas,
+        first._spec,
+        sum(fg._n for fg in found),
+        torch.cat([fg.values for fg in there]),
+        optree.tree_map(lambda *leaves: torch.cat(leaves), *(fg.aux for fg in there)),
+    )
 
 
 def _check_alike(first: FactoredGrads, fg: FactoredGrads, k: int) -> None:
@@ -377,19 +385,16 @@ def _check_alike(first: FactoredGrads, fg: FactoredGrads, k: int) -> None:
             )
 
 
-def joined(parts: Sequence[FactoredGrads]) -> FactoredGrads:
-    """`concat` of what is known to belong together."""
-    first = parts[0]
+def blocks_joined(parts: Sequence[tuple[Sequence[Block], int]], device: torch.device) -> tuple[Block, ...]:
+    """The blocks of several sets of samples, given with their sizes, as blocks of all of them behind one another."""
     if len(parts) == 1:
-        return first
+        return tuple(parts[0][0])
     blocks, start = [], 0
-    for fg in parts:
-        places = torch.arange(start, start + fg._n, device=fg._metas[0].device)
-        blocks += [Block(places if b.index is None else places[b.index], b.kept, b.small) for b in fg._blocks]
-        start += fg._n
-    there = [fg for fg in parts if fg._n] or parts[:1]  # of no samples the dtype of values is not known
-    aux = optree.tree_map(lambda *leaves: torch.cat(leaves), *(fg.aux for fg in there))
-    return FactoredGrads(tuple(blocks), first._metas, first._spec, start, torch.cat([fg.values for fg in there]), aux)
+    for own, n in parts:
+        places = torch.arange(start, start + n, device=device)
+        blocks += [Block(places if b.index is None else places[b.index], b.kept, b.small) for b in own]
+        start += n
+    return tuple(blocks)
 
 
 def gathered(

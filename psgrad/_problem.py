@@ -101,9 +101,7 @@ def _type(value: object) -> str:
 def _scalar(loss: Any, has_aux: bool) -> Tensor:
     """The loss as a tensor without axes; one of shape (1,) or (1, 1) counts as a scalar."""
     if not isinstance(loss, Tensor):
-        also = (
-            "" if has_aux or not isinstance(loss, tuple) else " (per_sample_grads and factored_grads take has_aux=True)"
-        )
+        also = "" if has_aux or not isinstance(loss, tuple) else " (with has_aux=True it may return (loss, aux))"
         raise ArgumentTypeError(
             f"fn must return the loss of one sample as a tensor, but returned {_type(loss)}{also}\n"
             "  return a tensor with one element."

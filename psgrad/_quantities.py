@@ -12,17 +12,17 @@ from torch import Tensor
 
 from . import _chunk, _engine, _problem
 from . import _functorch as ft
-from ._api import Randomness, composed, no_outcome, step_of
+from ._api import Randomness, check_step, composed, step_of
 from ._errors import ArgumentError, ArgumentTypeError, FallbackWarning, place_of
 from ._factored import (
     FactoredGrads,
     Nonfinite,
     add_sums,
+    blocks_joined,
     bounds_of,
     check_nonfinite,
     clip_weights,
     finite_of,
-    joined,
     norms_under,
     refuse_nonfinite,
 )
@@ -73,12 +73,13 @@ def factored_grads(
     problem.lasting = True
     step = step_of(problem, chunk_size, max_bytes, _chunk.work("factored", _chunk.factored))
     with _engine.differentiating():
-        parts = [_chunk.factored(chunk) for _, chunk in _chunk.chunks(problem, step)]
-        if not parts:
-            none = no_outcome(problem)
-            aux = optree.tree_unflatten(none.aux_spec, none.aux) if none.aux_spec is not None else None
-            return FactoredGrads((), _chunk.metas(problem), problem.params_spec, 0, _chunk.no_values(problem), aux)
-        return _own(joined(parts), problem)
+        blocks, outcomes = [], []
+        for _, chunk in _chunk.chunks(problem, step):
+            own, outcome = _chunk.kept(chunk)
+            blocks.append((own, chunk.n))
+            outcomes.append(outcome)
+        whole = blocks_joined(blocks, problem.params[0].device)
+        return _own(_chunk.asked(problem, whole, _chunk.joined(problem, outcomes)), problem)
 
 
 def _own(fg: FactoredGrads, problem: Problem) -> FactoredGrads:
@@ -105,6 +106,7 @@ def per_sample_norms(
     valid: Tensor | None = None,
     differentiable: bool = False,
     in_dims: Any = 0,
+    has_aux: bool = False,
     chunk_size: int | None = None,
     max_bytes: int | None = None,
     randomness: Randomness = "different",
@@ -124,15 +126,24 @@ def per_sample_norms(
         per_param: the norms of each parameter's gradients, a pytree like params with leaves (N,).
         valid: (N,) booleans; the other samples do not run, and their norms are 0.
         differentiable: the result is attached to the autograd graph of params and batch, for gradient
-            penalties. Writes the gradients out, chunk by chunk. Inside a torch.func transform always so.
+            penalties. Writes the gradients out, chunk by chunk. Inside a torch.func transform always so. The graph
+            needs the activations of all samples, so that `max_bytes` has no effect then.
+        has_aux: `fn` returns `(loss, aux)`; aux comes back with a leading sample axis, zeros where not `valid`.
         chunk_size, max_bytes: as for `per_sample_grads`.
 
     Returns:
-        The norms, (N,), or with `per_param` a pytree of them.
+        The norms, (N,), or with `per_param` a pytree of them; with `has_aux` `(norms, aux)`.
     """
     attached = differentiable or ft.current_level() is not None
     problem = _problem.make(
-        fn, params, batch, in_dims=in_dims, randomness=randomness, attached=differentiable, frugal=max_bytes is not None
+        fn,
+        params,
+        batch,
+        in_dims=in_dims,
+        randomness=randomness,
+        has_aux=has_aux,
+        attached=differentiable,
+        frugal=max_bytes is not None,
     )
     n, (problem, index) = problem.n, _chunk.counting(problem, valid)
     if differentiable and ft.current_level() is None and not problem.requires_grad:
@@ -140,49 +151,53 @@ def per_sample_norms(
             "differentiable=True, but no leaf of params or batch requires grad\n  call requires_grad_() on some first."
         )
     if attached:
-        step = min(chunk_size or problem.n, problem.n)
-        norms = _attached_norms(problem, step, per_param)
+        check_step(chunk_size, max_bytes)
+        norms, outcome = _attached_norms(problem, min(chunk_size or problem.n, problem.n), per_param)
     else:
         step = step_of(problem, chunk_size, max_bytes, _chunk.work("norms", _chunk.norms))
         with _engine.differentiating():
-            rows = [_chunk.norms(chunk, per_param=per_param)[0] for _, chunk in _chunk.chunks(problem, step)]
-        if not rows:
-            rows = [[_chunk.no_values(problem) for _ in problem.params]]
+            found = [_chunk.norms(chunk, per_param=per_param) for _, chunk in _chunk.chunks(problem, step)]
+            outcome = _chunk.joined(problem, [outcome for _, outcome in found])
+        rows = [own for own, _ in found] or [[_chunk.no_values(problem) for _ in problem.params]]
         norms = rows[0] if len(rows) == 1 else [torch.cat(parts) for parts in zip(*rows, strict=True)]
     norms = [_chunk.spread_out(t, index, n) for t in norms]
-    return optree.tree_unflatten(problem.params_spec, norms) if per_param else norms[0]
+    result = optree.tree_unflatten(problem.params_spec, norms) if per_param else norms[0]
+    return _chunk.with_aux(result, outcome, index, n)
 
 
-def _attached_norms(problem: Problem, step: int, per_param: bool) -> list[Tensor]:
-    """The norms as a differentiable function of params and batch."""
+def _attached_norms(problem: Problem, step: int, per_param: bool) -> tuple[list[Tensor], _engine.Outcome]:
+    """The norms as a differentiable function of params and batch; and what came out besides."""
     if problem.n == 0:
-        return [problem.params[0].new_empty(0)] * (len(problem.params) if per_param else 1)
+        none = [problem.params[0].new_empty(0)] * (len(problem.params) if per_param else 1)
+        return none, _engine.no_outcome(problem)
     if ft.current_level() is not None:
-        grads = composed(problem, step)[0]
+        grads, outcome = composed(problem, step)
     else:
         try:
-            grads = composed(problem, step)[0]
+            grads, outcome = composed(problem, step)
         except Exception as error:
             why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             where = place_of(error)
-            grads = _looped_grads(problem)
+            grads, outcome = _looped_grads(problem)
             warnings.warn(
                 f"psgrad runs fn in a loop over samples: exact, but slow\n  vmap refused at {where}: {why}",
                 FallbackWarning,
                 stacklevel=3,
             )
     each = [torch.linalg.vector_norm(flat(g), dim=1) for g in grads]
-    return each if per_param else [torch.linalg.vector_norm(torch.stack(each), dim=0)]  # at 0 its gradient is 0
+    norms = each if per_param else [torch.linalg.vector_norm(torch.stack(each), dim=0)]  # at 0 its gradient is 0
+    return norms, outcome
 
 
-def _looped_grads(problem: Problem) -> list[Tensor]:
-    """Gradients with their graph, one sample after the other."""
-    rows = []
+def _looped_grads(problem: Problem) -> tuple[list[Tensor], _engine.Outcome]:
+    """Gradients with their graph, one sample after the other; and what came out besides."""
+    rows, outcomes = [], []
     for i in range(problem.n):
         params = [p if p.requires_grad else p.detach().requires_grad_() for p in problem.params]
-        loss = problem.call(params, problem.sample(i)).loss
+        loss, aux, spec = problem.call(params, problem.sample(i))
         rows.append(torch.autograd.grad(loss, params, create_graph=True, materialize_grads=True))
-    return [torch.stack(column) for column in zip(*rows, strict=True)]
+        outcomes.append(_engine.Outcome(loss.detach()[None].clone(), [a[None].clone() for a in aux], spec))
+    return [torch.stack(column) for column in zip(*rows, strict=True)], _engine.join(outcomes)
 
 
 @uncompiled
@@ -194,6 +209,7 @@ def weighted_grad(
     *,
     valid: Tensor | None = None,
     in_dims: Any = 0,
+    has_aux: bool = False,
     chunk_size: int | None = None,
     max_bytes: int | None = None,
     randomness: Randomness = "different",
@@ -215,12 +231,15 @@ def weighted_grad(
         fn, params, batch, in_dims, randomness, chunk_size, max_bytes: as for `per_sample_grads`.
         weights: (N,), or a function of the norms.
         valid: (N,) booleans; the other samples do not run.
+        has_aux: `fn` returns `(loss, aux)`; aux comes back with a leading sample axis, zeros where not `valid`.
 
     Returns:
-        A pytree like params.
+        A pytree like params; with `has_aux` `(grad, aux)`.
     """
     _chunk.refuse_inside_transforms("weighted_grad")
-    problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness=randomness, frugal=max_bytes is not None)
+    problem = _problem.make(
+        fn, params, batch, in_dims=in_dims, randomness=randomness, has_aux=has_aux, frugal=max_bytes is not None
+    )
     n, (problem, index) = problem.n, _chunk.counting(problem, valid)
 
     def given(weights: Any) -> Tensor:
@@ -229,20 +248,34 @@ def weighted_grad(
     with _engine.differentiating():
         if not callable(weights):
             step = step_of(problem, chunk_size, max_bytes, partial(_chunk.summing, "sums", _chunk.sums))
-            return _chunk.finished(problem, _weighted(problem, given(weights), step))
-        step = step_of(problem, chunk_size, max_bytes, _clip_work)
-        if step >= problem.n > 0:
-            fg = _chunk.factored(problem)
-            w = given(weights(_chunk.spread_out(fg.norms(), index, n)))
-            return _chunk.finished(problem, fg._sums([w] * len(problem.params)))
-        states, rows = [], []
-        for _, chunk in _chunk.chunks(problem, step):
-            states.append(generators(problem.params))
-            rows.append(_chunk.norms(chunk, draws=states[-1])[0][0])
-        norms = torch.cat(rows) if rows else _chunk.no_values(problem)
-        return _chunk.finished(
-            problem, _weighted(problem, given(weights(_chunk.spread_out(norms, index, n))), step, states)
-        )
+            totals, outcome = _weighted(problem, given(weights), step)
+        else:
+            step = step_of(problem, chunk_size, max_bytes, _clip_work)
+            totals, outcome = _weighted_by_norms(
+                problem, lambda norms: given(weights(_chunk.spread_out(norms, index, n))), step
+            )
+        return _chunk.with_aux(_chunk.finished(problem, totals), outcome, index, n)
+
+
+def _weighted_by_norms(
+    problem: Problem, weights: Callable[[Tensor], Tensor], step: int
+) -> tuple[list[Tensor | None], _engine.Outcome]:
+    """The gradients summed with weights that depend on their norms; and what came out besides."""
+    if step >= problem.n > 0:
+        blocks, outcome = _chunk.kept(problem)
+        w = weights(*_chunk.norms_kept(problem, blocks))
+        totals = _chunk.no_totals(problem)
+        while blocks:
+            add_sums(blocks.pop(0), [w] * len(totals), totals)
+        return totals, outcome
+    states, rows, outcomes = [], [], []
+    for _, chunk in _chunk.chunks(problem, step):
+        states.append(generators(problem.params))
+        norms, outcome = _chunk.norms(chunk, draws=states[-1])
+        rows += norms
+        outcomes.append(outcome)
+    w = weights(torch.cat(rows) if rows else _chunk.no_values(problem))
+    return _weighted(problem, w, step, states)[0], _chunk.joined(problem, outcomes)
 
 
 def _checked_weights(weights: Any, n: int, index: Tensor | None, problem: Problem) -> Tensor:
@@ -265,17 +298,21 @@ def _checked_weights(weights: Any, n: int, index: Tensor | None, problem: Proble
     return w
 
 
-def _weighted(problem: Problem, w: Tensor, step: int, states: Sequence[Any] = ()) -> list[Tensor | None]:
+def _weighted(
+    problem: Problem, w: Tensor, step: int, states: Sequence[Any] = ()
+) -> tuple[list[Tensor | None], _engine.Outcome]:
     """The gradients of the weighted losses, summed; each chunk draws from the state given for it."""
-    totals = _chunk.no_totals(problem)
+    totals, outcomes = _chunk.no_totals(problem), []
     after = generators(problem.params)
     for k, (_, chunk) in enumerate(_chunk.chunks(replace(problem, seed=w), step)):
         if states:
             rewind(states[k])
-        _chunk.accumulate(totals, _chunk.sums(chunk)[0])
+        found, outcome = _chunk.sums(chunk)
+        _chunk.accumulate(totals, found)
+        outcomes.append(outcome)
     if states:
         rewind(after)
-    return totals
+    return totals, _chunk.joined(problem, outcomes)
 
 
 class ClippedGrad(NamedTuple):
@@ -296,10 +333,11 @@ def clipped_grad(
     nonfinite: Nonfinite = "raise",
     valid: Tensor | None = None,
     in_dims: Any = 0,
+    has_aux: bool = False,
     chunk_size: int | None = None,
     max_bytes: int | None = None,
     randomness: Randomness = "different",
-) -> ClippedGrad:
+) -> Any:
     """The sum of the per-sample gradients, each scaled down to norm `max_norm` where it is larger.
 
     >>> fn = lambda w, x: (w * x).sum()
@@ -318,13 +356,16 @@ def clipped_grad(
         nonfinite: what to do with samples whose gradients are not finite. "raise": an error that names them;
             "zero": they do not count; "propagate": the sum is NaN.
         valid: (N,) booleans; the other samples do not run and do not count, their norms and values are 0.
+        has_aux: `fn` returns `(loss, aux)`; aux comes back with a leading sample axis, zeros where not `valid`.
 
     Returns:
-        `ClippedGrad(grad, norms, values)`.
+        `ClippedGrad(grad, norms, values)`; with `has_aux` `(ClippedGrad(...), aux)`.
     """
     _chunk.refuse_inside_transforms("clipped_grad")
     check_nonfinite(nonfinite)
-    problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness=randomness, frugal=max_bytes is not None)
+    problem = _problem.make(
+        fn, params, batch, in_dims=in_dims, randomness=randomness, has_aux=has_aux, frugal=max_bytes is not None
+    )
     bounds, bounds_spec, group = bounds_of(max_norm, params, len(problem.params))
     n, (problem, index) = problem.n, _chunk.counting(problem, valid)
     with _engine.differentiating():
@@ -334,19 +375,20 @@ def clipped_grad(
             if max_bytes is None or not error.least or len(bounds) > 1:
                 raise
             try:
-                totals, norms, values, good = _clipped_in_two(problem, bounds[0], nonfinite, max_bytes)
+                totals, norms, outcome, good = _clipped_in_two(problem, bounds[0], nonfinite, max_bytes)
             except ArgumentError as other:
                 raise min(error, other, key=lambda e: e.least) from None
         else:
-            totals, norms, values, good = _clipped(problem, bounds, group, nonfinite, step)
+            totals, norms, outcome, good = _clipped(problem, bounds, group, nonfinite, step)
     norms = [_chunk.spread_out(t, index, n) for t in norms]
     if nonfinite == "raise" and not good:
         refuse_nonfinite(torch.stack(norms).isfinite().all(0))
-    return ClippedGrad(
+    result = ClippedGrad(
         _chunk.finished(problem, totals),
         norms[0] if bounds_spec is None else optree.tree_unflatten(bounds_spec, norms),
-        _chunk.spread_out(values, index, n),
+        _chunk.spread_out(outcome.values, index, n),
     )
+    return _chunk.with_aux(result, outcome, index, n)
 
 
 def _clip_work(whole: Problem) -> Work:
@@ -366,10 +408,10 @@ def _clip_work(whole: Problem) -> Work:
 
 def _clipped(
     problem: Problem, bounds: Sequence[Any], group: Sequence[int], nonfinite: str, step: int
-) -> tuple[list[Tensor | None], list[Tensor], Tensor, bool]:
-    """The sums; norms (N,) of the parameters under each bound; the losses; whether all is finite."""
+) -> tuple[list[Tensor | None], list[Tensor], _engine.Outcome, bool]:
+    """The sums; norms (N,) of the parameters under each bound; what came out besides; whether all is finite."""
     totals = _chunk.no_totals(problem)
-    all_norms, all_values, good = [], [], True
+    all_norms, outcomes, good = [], [], True
     for _, chunk in _chunk.chunks(problem, step):
         blocks, outcome = _chunk.kept(chunk)
         norms = _chunk.norms_kept(chunk, blocks, per_param=len(bounds) > 1)
@@ -379,36 +421,37 @@ def _clipped(
         good = good and finite is None
         weights = [clip_weights(t, bound, finite, nonfinite) for t, bound in zip(norms, bounds, strict=True)]
         all_norms.append(norms)
-        all_values.append(outcome.values)
+        outcomes.append(outcome)
         while blocks:
             counted = finite is None or nonfinite == "propagate"
             add_sums(blocks.pop(0), [weights[k] for k in group], totals, counted)
+    whole = _chunk.joined(problem, outcomes)
     if not all_norms:
-        return totals, [_chunk.no_values(problem) for _ in bounds], _chunk.no_values(problem), good
+        return totals, [_chunk.no_values(problem) for _ in bounds], whole, good
     if len(all_norms) == 1:
-        return totals, all_norms[0], all_values[0], good
-    return totals, [torch.cat(parts) for parts in zip(*all_norms, strict=True)], torch.cat(all_values), good
+        return totals, all_norms[0], whole, good
+    return totals, [torch.cat(parts) for parts in zip(*all_norms, strict=True)], whole, good
 
 
 def _clipped_in_two(
     problem: Problem, bound: Any, nonfinite: str, max_bytes: int
-) -> tuple[list[Tensor | None], list[Tensor], Tensor, bool]:
+) -> tuple[list[Tensor | None], list[Tensor], _engine.Outcome, bool]:
     """The same by two passes: norms, then the gradient of the weighted losses. Both draw the same numbers."""
 
     def both(problem: Problem, run: Run) -> object:
         return _chunk.norms(problem, run), _chunk.sums(problem, run)
 
     step = step_of(problem, None, max_bytes, partial(_chunk.summing, "clipped in two", both))
-    states, norms, values = [], [], []
+    states, norms, outcomes = [], [], []
     for _, chunk in _chunk.chunks(problem, step):
         states.append(generators(problem.params))
-        found, losses = _chunk.norms(chunk, draws=states[-1])
+        found, outcome = _chunk.norms(chunk, draws=states[-1])
         norms += found
-        values.append(losses)
+        outcomes.append(outcome)
     whole = torch.cat(norms)
     finite = finite_of([whole], nonfinite)
     w = clip_weights(whole, bound, finite, nonfinite)
-    return _weighted(problem, w, step, states), [whole], torch.cat(values), finite is None
+    return _weighted(problem, w, step, states)[0], [whole], _chunk.joined(problem, outcomes), finite is None
 
 
 @uncompiled
@@ -420,10 +463,11 @@ def gram(
     *,
     valid: Tensor | None = None,
     in_dims: Any = 0,
+    has_aux: bool = False,
     chunk_size: int | None = None,
     max_bytes: int | None = None,
     randomness: Randomness = "different",
-) -> Tensor:
+) -> Any:
     """Inner products of per-sample gradients: (N, N), or (N, M) with those of another batch.
 
     >>> fn = lambda w, x: (w * x).sum()
@@ -439,25 +483,36 @@ def gram(
         fn, params, batch, in_dims, randomness, chunk_size, max_bytes: as for `per_sample_grads`.
         other: another batch for the same `fn` and `in_dims`, or a `FactoredGrads`; None: the batch itself.
         valid: (N,) booleans; rows (and without `other` columns) of the other samples are 0, and they do not run.
+        has_aux: `fn` returns `(loss, aux)`; aux of `batch` comes back with a leading sample axis, zeros where not
+            `valid`. That of `other` does not.
 
     Returns:
-        A tensor (N, N) or (N, M), in float32 at least.
+        A tensor (N, N) or (N, M), in float32 at least; with `has_aux` `(products, aux)`.
     """
     _chunk.refuse_inside_transforms("gram")
-    problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness=randomness, frugal=max_bytes is not None)
+    problem = _problem.make(
+        fn, params, batch, in_dims=in_dims, randomness=randomness, has_aux=has_aux, frugal=max_bytes is not None
+    )
     n, (problem, index) = problem.n, _chunk.counting(problem, valid)
     step = step_of(problem, chunk_size, max_bytes, _chunk.work("gram", _gram_work))
     with _engine.differentiating():
         if isinstance(other, FactoredGrads):
-            found = _stacked(
-                [_chunk.factored(chunk).dots(other) for _, chunk in _chunk.chunks(problem, step)], problem, len(other)
-            )
+            rows, outcomes = [], []
+            for _, chunk in _chunk.chunks(problem, step):
+                fg, outcome = _chunk.factored_outcome(chunk)
+                rows.append(fg.dots(other))
+                outcomes.append(outcome)
+            found = _stacked(rows, problem, len(other))
         elif other is not None:
-            second = _problem.make(fn, params, other, in_dims=in_dims, randomness=randomness, frugal=problem.frugal)
-            found = _crossed(problem, second, step)
+            second = _problem.make(
+                fn, params, other, in_dims=in_dims, randomness=randomness, has_aux=has_aux, frugal=problem.frugal
+            )
+            found, outcomes = _crossed(problem, second, step)
         else:
-            found = _chunk.spread_out(_crossed(problem, None, step).mT, index, n).mT
-    return _chunk.spread_out(found, index, n)
+            found, outcomes = _crossed(problem, None, step)
+            found = _chunk.spread_out(found.mT, index, n).mT
+        whole = _chunk.joined(problem, outcomes)
+    return _chunk.with_aux(_chunk.spread_out(found, index, n), whole, index, n)
 
 
 def _gram_work(problem: Problem, run: Run) -> object:
@@ -473,35 +528,40 @@ def _stacked(rows: Sequence[Tensor], problem: Problem, m: int) -> Tensor:
     )
 
 
-def _crossed(problem: Problem, second: Problem | None, step: int) -> Tensor:
-    """Inner products chunk against chunk; a chunk that runs again draws what it drew the first time."""
+def _crossed(problem: Problem, second: Problem | None, step: int) -> tuple[Tensor, list[_engine.Outcome]]:
+    """Inner products chunk against chunk, and what came out of each chunk of `problem` besides.
+
+    A chunk that runs again draws what it drew the first time.
+    """
     states: dict[int, Any] = {}
     rows = [chunk for _, chunk in _chunk.chunks(problem, step)]
     columns = rows if second is None else [chunk for _, chunk in _chunk.chunks(second, step)]
     if len(rows) == len(columns) == 1:
-        left = _chunk.factored(rows[0])
+        left, outcome = _chunk.factored_outcome(rows[0])
         right = left if second is None else _chunk.factored(columns[0])
-        return right.dots(left).mT.contiguous()  # dots gives the transpose of what it made: nothing to copy
+        return right.dots(left).mT.contiguous(), [outcome]  # dots gives the transpose of what it made: nothing to copy
 
-    def again(k: int) -> FactoredGrads:
+    def again(k: int) -> tuple[FactoredGrads, _engine.Outcome]:
         if k not in states:
             states[k] = generators(problem.params)
-            return _chunk.factored(columns[k])
+            return _chunk.factored_outcome(columns[k])
         with _engine.generators_kept(problem):
             rewind(states[k])
-            return _chunk.factored(columns[k])
+            return _chunk.factored_outcome(columns[k])
 
     m = problem.n if second is None else second.n
     out = torch.zeros(problem.n, m, dtype=_chunk.dtype_of(problem), device=problem.params[0].device)
+    outcomes = []
     for i, chunk in enumerate(rows):
-        left = again(i) if second is None else _chunk.factored(chunk)
+        left, outcome = again(i) if second is None else _chunk.factored_outcome(chunk)
+        outcomes.append(outcome)
         top = slice(i * step, i * step + chunk.n)
         for k in range(i if second is None else 0, len(columns)):
             side = slice(k * step, k * step + columns[k].n)
-            out[top, side] = left.dots(left if second is None and k == i else again(k))
+            out[top, side] = left.dots(left if second is None and k == i else again(k)[0])
             if second is None and k != i:
                 out[side, top] = out[top, side].mT
-    return out
+    return out, outcomes
 
 
 class GradStats(NamedTuple):
@@ -524,10 +584,11 @@ def grad_stats(
     *,
     valid: Tensor | None = None,
     in_dims: Any = 0,
+    has_aux: bool = False,
     chunk_size: int | None = None,
     max_bytes: int | None = None,
     randomness: Randomness = "different",
-) -> GradStats:
+) -> Any:
     """Mean and variance of the per-sample gradients, and the gradient noise scale.
 
     >>> fn = lambda w, x: (w * x).sum()
@@ -554,23 +615,28 @@ def grad_stats(
     Args:
         fn, params, batch, in_dims, randomness, chunk_size, max_bytes: as for `per_sample_grads`.
         valid: (N,) booleans; the other samples do not run and do not count, their entries are 0.
+        has_aux: `fn` returns `(loss, aux)`; aux comes back with a leading sample axis, zeros where not `valid`.
 
     Returns:
-        `GradStats(mean, variance, sq_norms, values, trace, sq_mean, noise_scale)`.
+        `GradStats(mean, variance, sq_norms, values, trace, sq_mean, noise_scale)`; with `has_aux`
+        `(GradStats(...), aux)`.
     """
     _chunk.refuse_inside_transforms("grad_stats")
-    problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness=randomness, frugal=max_bytes is not None)
+    problem = _problem.make(
+        fn, params, batch, in_dims=in_dims, randomness=randomness, has_aux=has_aux, frugal=max_bytes is not None
+    )
     n, (problem, index) = problem.n, _chunk.counting(problem, valid)
     step = step_of(problem, chunk_size, max_bytes, _chunk.work("stats", _stats_work))
-    sq_norms, values, seen = [], [], 0
+    sq_norms, outcomes, seen = [], [], 0
     with _engine.differentiating():
         mean = [meta.new() for meta in _chunk.metas(problem)]
         spread = [meta.new() for meta in _chunk.metas(problem)]
         for _, chunk in _chunk.chunks(problem, step):
-            squares, losses = _stats_of(chunk, mean, spread, seen)
+            squares, outcome = _stats_of(chunk, mean, spread, seen)
             sq_norms.append(squares)
-            values.append(losses)
+            outcomes.append(outcome)
             seen += chunk.n
+        whole = _chunk.joined(problem, outcomes)
     below = seen - 1 if seen > 1 else torch.nan
     variance = [s.div_(below) for s in spread]
     if seen == 0:
@@ -579,28 +645,28 @@ def grad_stats(
     trace = torch.stack([v.sum(dtype=dtype) for v in variance]).sum()
     sq_mean = torch.stack([m.square().sum(dtype=dtype) for m in mean]).sum() - trace / max(seen, 1)
     squares = torch.cat(sq_norms) if sq_norms else torch.zeros(0, dtype=dtype, device=problem.params[0].device)
-    losses = torch.cat(values) if values else _chunk.no_values(problem)
-    return GradStats(
+    result = GradStats(
         _chunk.finished(problem, mean),
         _chunk.finished(problem, variance),
         _chunk.spread_out(squares, index, n),
-        _chunk.spread_out(losses, index, n),
+        _chunk.spread_out(whole.values, index, n),
         trace,
         sq_mean,
         trace / sq_mean,
     )
+    return _chunk.with_aux(result, whole, index, n)
 
 
-def _stats_of(chunk: Problem, mean: list[Tensor], spread: list[Tensor], seen: int) -> tuple[Tensor, Tensor]:
-    """Squared norms and losses of a chunk, whose samples join the `seen` ones in `mean` and `spread`."""
-    fg = _chunk.factored(chunk)
+def _stats_of(chunk: Problem, mean: list[Tensor], spread: list[Tensor], seen: int) -> tuple[Tensor, _engine.Outcome]:
+    """Squared norms of a chunk, and what came out besides; its samples join the `seen` ones in `mean` and `spread`."""
+    fg, outcome = _chunk.factored_outcome(chunk)
     own = [t.div_(len(fg)) for t in fg._sums(None)]
     share = len(fg) / (seen + len(fg))
     for m, s, t, part in zip(mean, spread, own, fg._spread(own), strict=True):  # Chan et al. (1983)
         gap = t.sub_(m)
         m.add_(gap, alpha=share)
         s.add_(part).add_(gap.square_(), alpha=seen * share)
-    return fg.sq_norms(), fg.values
+    return fg.sq_norms(), outcome
 
 
 def _stats_work(problem: Problem, run: Run) -> object:

@@ -88,7 +88,7 @@ def test_fn_that_returns_a_number():
 def test_fn_that_returns_a_tuple_without_has_aux():
     message = (
         "fn must return the loss of one sample as a tensor, but returned a tuple "
-        "(per_sample_grads and factored_grads take has_aux=True)\n"
+        "(with has_aux=True it may return (loss, aux))\n"
         "  return a tensor with one element."
     )
     with raises(ArgumentTypeError, message):

@@ -344,6 +344,136 @@ def test_samples_that_do_not_count(chunk_size: int | None) -> None:
     assert_close(tuple(none), (torch.zeros(3, 4), torch.zeros(5), torch.zeros(5)))
 
 
+# ---- what fn returns besides -----------------------------------------------------------------------------
+
+
+WITH_AUX: dict[str, Any] = {
+    "norms": psgrad.per_sample_norms,
+    "norms of parameters": partial(psgrad.per_sample_norms, per_param=True),
+    "weighted": lambda *args, **options: psgrad.weighted_grad(*args, torch.linspace(-1, 2, 6), **options),
+    "weighted by norms": lambda *args, **options: psgrad.weighted_grad(*args, lambda n: 1 / (1 + n), **options),
+    "clipped": lambda *args, **options: psgrad.clipped_grad(*args, 0.5, **options),
+    "gram": psgrad.gram,
+    "gram with others": lambda fn, p, x, **options: psgrad.gram(fn, p, x, 1 + x[:4], **options),
+    "stats": psgrad.grad_stats,
+}
+RUNS: dict[str, Any] = {
+    "at once": {},
+    "chunks": {"chunk_size": 4},
+    "some": {"valid": torch.tensor([True, False, True, True, False, True])},
+    "some, in chunks": {"valid": torch.tensor([True, False, True, True, False, True]), "chunk_size": 3},
+    "none": {"valid": torch.zeros(6, dtype=torch.bool)},
+}
+
+
+def square_or_sum(w: Tensor, x: Tensor) -> Tensor:
+    """A loss that splits a batch in two."""
+    return torch.tanh(w @ x).square().sum() if x.sum() > 0 else (w @ x).exp().sum()
+
+
+def and_aux(loss: Any) -> Any:
+    """The loss; and which sample it is, a number of the sample, and one that is the same for all."""
+    return lambda w, x: (loss(w, x), {"x": x, "sum": (x.sum(), 7)})
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("loss", [linear_loss, square_or_sum], ids=["together", "split"])
+@pytest.mark.parametrize("quantity", WITH_AUX)
+def test_aux_comes_back_with_every_quantity(quantity: str, loss: Any, run: str) -> None:
+    """Its rows at the places of their samples, whatever ran together; the quantity itself as without it."""
+    w, x = torch.randn(3, 4, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
+    ask, options = WITH_AUX[quantity], RUNS[run]
+    found, aux = ask(and_aux(loss), w, x, has_aux=True, **options)
+    want = ask(loss, w, x, **options)
+    assert type(found) is type(want)
+    assert_close(optree.tree_leaves(found), optree.tree_leaves(want), equal_nan=True)
+    there = options.get("valid", torch.ones(6, dtype=torch.bool))
+    assert_close(aux["x"], x * there[:, None])
+    assert_close(aux["sum"], (x.sum(1) * there, 7 * there))
+
+
+@pytest.mark.parametrize("quantity", ["clipped", "weighted by norms"])
+def test_aux_of_two_passes(quantity: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which draw the same numbers: aux is of the samples whose gradients are summed."""
+    real = _memory.peak_bytes
+
+    def peak(problem: Any, n: int, work: Any, parted: bool = False) -> int:
+        return 1 << 40 if work.name == "clipped" and quantity == "clipped" else n * 100 + 0 * real(problem, n, work)
+
+    monkeypatch.setattr(_memory, "peak_bytes", peak)
+
+    def fn(w: Tensor, x: Tensor) -> Any:
+        dropped = F.dropout(x, 0.5, True)
+        return (w * dropped).sum(), dropped
+
+    w, x = torch.zeros(8, dtype=torch.float64), torch.ones(6, 8, dtype=torch.float64)
+    found, dropped = WITH_AUX[quantity](fn, w, x, has_aux=True, max_bytes=250)
+    norms = dropped.norm(dim=1)
+    weights = (0.5 / norms).clamp(max=1) if quantity == "clipped" else 1 / (1 + norms)
+    assert_close(found.grad if quantity == "clipped" else found, weights @ dropped)
+
+
+def test_aux_of_chunks_of_a_gram_matrix() -> None:
+    """A chunk that runs again draws the same, so that its aux belongs to its row."""
+
+    def fn(w: Tensor, x: Tensor) -> Any:
+        dropped = F.dropout(x, 0.5, True)
+        return (w * dropped).sum(), dropped
+
+    found, dropped = psgrad.gram(fn, torch.zeros(8), torch.ones(6, 8), has_aux=True, chunk_size=2)
+    assert_close(found, dropped @ dropped.mT)
+
+
+def test_aux_of_a_gram_matrix_with_factored_grads() -> None:
+    w, x = torch.randn(3, 4), torch.randn(6, 4)
+    fg = psgrad.factored_grads(linear_loss, w, x[:2])
+    for chunk_size in (None, 4):
+        found, aux = psgrad.gram(and_aux(linear_loss), w, x, fg, has_aux=True, chunk_size=chunk_size)
+        assert_close(found, psgrad.gram(linear_loss, w, x, x[:2]))
+        assert_close(aux["x"], x)
+
+
+@pytest.mark.parametrize("loss", [linear_loss, square_or_sum], ids=["together", "loop"])
+def test_aux_with_differentiable_norms(loss: Any) -> None:
+    w, x = torch.randn(3, 4, requires_grad=True), torch.randn(6, 4)
+    valid = torch.tensor([True, False, True, True, False, True])
+    with pytest.warns(psgrad.FallbackWarning) if loss is square_or_sum else contextlib.nullcontext():
+        norms, aux = psgrad.per_sample_norms(and_aux(loss), w, x, has_aux=True, differentiable=True, valid=valid)
+    assert norms.requires_grad
+    assert not aux["x"].requires_grad
+    assert_close(norms.detach(), psgrad.per_sample_norms(loss, w, x, valid=valid))
+    assert_close(aux["x"], x * valid[:, None])
+    assert_close(aux["sum"], (x.sum(1) * valid, 7 * valid))
+    ask = lambda w: psgrad.per_sample_norms(and_aux(linear_loss), w, x, has_aux=True)
+    gradient, aux = torch.func.grad(lambda w: (ask(w)[0].sum(), ask(w)[1]), has_aux=True)(w.detach())
+    assert_close(aux["x"], x)
+    assert_close(gradient, torch.func.grad(lambda w: psgrad.per_sample_norms(linear_loss, w, x).sum())(w.detach()))
+
+
+@pytest.mark.parametrize("quantity", sorted(set(WITH_AUX) - {"weighted", "gram with others"}))
+def test_aux_of_no_samples(quantity: str) -> None:
+    _, aux = WITH_AUX[quantity](and_aux(linear_loss), torch.ones(3, 4), torch.ones(0, 4), has_aux=True)
+    assert aux["x"].shape == (0, 4)
+    assert aux["sum"][0].shape == aux["sum"][1].shape == (0,)
+    fg = psgrad.factored_grads(and_aux(linear_loss), torch.ones(3, 4), torch.ones(0, 4), has_aux=True)
+    assert fg.aux["x"].shape == (0, 4)
+
+
+@pytest.mark.parametrize("quantity", WITH_AUX)
+def test_aux_whose_structure_depends_on_the_chunk(quantity: str) -> None:
+    def fn(w: Tensor, x: Tensor) -> Any:
+        return (w @ x).sum(), {"x": x} if x.sum() > 0 else {}
+
+    x = torch.cat([torch.ones(3, 4), -torch.ones(3, 4)])
+    for ask in (WITH_AUX[quantity], psgrad.factored_grads):
+        with pytest.raises(psgrad.ArgumentError) as error:
+            ask(fn, torch.ones(3, 4), x, has_aux=True, chunk_size=3)
+        assert str(error.value) == (
+            "aux has another structure for some samples: PyTreeSpec({'x': *}) and PyTreeSpec({})\n"
+            "  return the same structure in every branch of fn."
+        )
+
+
 # ---- bounds, passes and draws ----------------------------------------------------------------------------
 
 
@@ -974,6 +1104,48 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
         lambda w, x: psgrad.clipped_grad(linear_loss, w, x, 1.0, chunk_size=0),
         psgrad.ArgumentError,
         "chunk_size=0 is not a positive int\n  give one, or None for no bound.",
+    ),
+}
+
+
+def _differentiable(**options: Any) -> Any:
+    return lambda w, x: psgrad.per_sample_norms(
+        linear_loss, w.clone().requires_grad_(), x, differentiable=True, **options
+    )
+
+
+ERRORS |= {
+    "differentiable-chunks": (
+        _differentiable(chunk_size=-1),
+        psgrad.ArgumentError,
+        "chunk_size=-1 is not a positive int\n  give one, or None for no bound.",
+    ),
+    "differentiable-bytes": (
+        _differentiable(max_bytes=0),
+        psgrad.ArgumentError,
+        "max_bytes=0 is not a positive int\n  give one, or None for no bound.",
+    ),
+    "differentiable-both": (
+        _differentiable(chunk_size=2, max_bytes=1 << 20),
+        psgrad.ArgumentError,
+        "chunk_size and max_bytes are both given\n  give one: max_bytes works out a chunk size.",
+    ),
+    "transform-chunks": (
+        lambda w, x: torch.func.grad(lambda w: psgrad.per_sample_norms(linear_loss, w, x, chunk_size=True).sum())(w),
+        psgrad.ArgumentError,
+        "chunk_size=True is not a positive int\n  give one, or None for no bound.",
+    ),
+    "tuple": (
+        lambda w, x: psgrad.clipped_grad(lambda w, x: (linear_loss(w, x), x), w, x, 1.0),
+        psgrad.ArgumentTypeError,
+        "fn must return the loss of one sample as a tensor, but returned a tuple "
+        "(with has_aux=True it may return (loss, aux))\n  return a tensor with one element.",
+    ),
+    "no-tuple": (
+        lambda w, x: psgrad.grad_stats(linear_loss, w, x, has_aux=True),
+        psgrad.ArgumentTypeError,
+        "fn must return (loss, aux) with has_aux=True, but returned a Tensor\n"
+        "  return the two as a tuple, or drop has_aux.",
     ),
 }
 
