@@ -11,7 +11,8 @@ from . import _alloc, _engine, _memory, _problem
 from . import _functorch as ft
 from ._errors import ArgumentError, ArgumentTypeError
 from ._hooks import uncompiled
-from ._problem import Problem
+from ._overlap import first_clash, is_distinct, storage_of
+from ._problem import Problem, paths
 from ._sink import DenseSink
 from .ops import use_rules
 
@@ -177,10 +178,47 @@ def _buffers(out: Any, problem: Problem) -> list[Tensor]:
             raise ArgumentError(
                 f"{path} was made in inference mode, and cannot be written outside it\n  clone it first."
             )
+        if not is_distinct(t):
+            raise ArgumentError(
+                f"{path} has several numbers at one place in memory\n  give a tensor that is not expanded: clone it."
+            )
         with torch.inference_mode(False):
             direct = t.is_contiguous() and not t.is_inference()
             buffers.append(t.detach() if direct else torch.empty(want, dtype=t.dtype, device=t.device))
+    if ft.current_level() is None:  # inside a transform tensors do not say where their memory is
+        _refuse_overlap(leaves, problem)
     return buffers
+
+
+def _refuse_overlap(out: list[Tensor], problem: Problem) -> None:
+    """Gradients must be written neither over what is read, nor over each other."""
+    storages = [storage_of(t) for t in out]
+    read = [*problem.params, *(t for t in problem.batch if _is_strided(t))]
+    if len(set(storages)) == len(out) and not any(storage_of(t) in storages for t in read):  # as it nearly always is
+        return
+    names = [name.replace("params", "out", 1) for name in problem.names]
+    for storage in set(storages):
+        here = [i for i, own in enumerate(storages) if own == storage]
+        clash = first_clash([out[i] for i in here])
+        if clash is not None:
+            a, b = (names[here[k]] for k in clash)
+            raise ArgumentError(f"{b} shares memory with {a}\n  give each gradient memory of its own.")
+        others = [*zip(problem.names, problem.params, strict=True)]
+        others += zip(paths(problem.batch_spec, "batch"), problem.batch, strict=True)
+        for name, t in others:
+            if not _is_strided(t) or storage_of(t) != storage:
+                continue
+            for i in here:
+                if first_clash([out[i], t]) is not None:
+                    raise ArgumentError(
+                        f"{names[i]} shares memory with {name}, which would be overwritten\n"
+                        "  give the gradients memory of their own."
+                    )
+
+
+def _is_strided(t: Any) -> bool:
+    """Whether `t` is a tensor with a storage, as sparse ones are not."""
+    return isinstance(t, Tensor) and t.layout is torch.strided
 
 
 def _written(

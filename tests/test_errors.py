@@ -374,6 +374,54 @@ def test_out_that_requires_grad():
         call(out={"w": torch.ones(5, 3, 4, requires_grad=True)})
 
 
+def test_out_that_is_expanded():
+    message = "out['w'] has several numbers at one place in memory\n  give a tensor that is not expanded: clone it."
+    for out in (torch.ones(1, 3, 4).expand(5, 3, 4), torch.ones(40).as_strided((5, 3, 4), (7, 3, 1))):
+        with raises(ArgumentError, message):
+            call(out={"w": out})
+
+
+def test_out_that_shares_memory_with_what_is_read():
+    memory = torch.randn(100)
+    w, x = memory[:12].view(3, 4), memory[12:32].view(5, 4)
+    fn = lambda p, s: (p["w"] @ s[1]).sin().sum()
+    for start, name in ((11, "params['w']"), (31, "batch[1]")):
+        message = (
+            f"out['w'] shares memory with {name}, which would be overwritten\n  give the gradients memory of their own."
+        )
+        with raises(ArgumentError, message):
+            psgrad.per_sample_grads(fn, {"w": w}, (None, x), out={"w": memory[start : start + 60].view(5, 3, 4)})
+    out = {"w": memory[32:92].view(5, 3, 4)}  # beside both
+    want = psgrad.per_sample_grads(fn, {"w": w}, (None, x))
+    torch.testing.assert_close(psgrad.per_sample_grads(fn, {"w": w}, (None, x), out=out), want)
+
+
+def test_out_over_a_parameter_that_is_a_tensor_alone():
+    w = torch.randn(4)
+    message = "out shares memory with params, which would be overwritten\n  give the gradients memory of their own."
+    with raises(ArgumentError, message):
+        psgrad.per_sample_grads(lambda w, x: (w * x).sum(), w, torch.ones(1, 4), out=w[None])
+
+
+PIECES = {
+    "the same": lambda rows: (rows[:, :4], rows[:, :4]),
+    "columns that meet": lambda rows: (rows[:, :4], rows[:, 3:7]),
+    "pieces that meet": lambda rows: (rows.view(-1)[:20].view(5, 4), rows.view(-1)[19:39].view(5, 4)),
+    "columns around the edge": lambda rows: (rows[:, :4], rows.view(-1)[7:47].view(5, 8)[:, :4]),
+    "rows and columns": lambda rows: (rows[:4, :5].mT, rows[:, 3:7]),
+}
+
+
+@pytest.mark.parametrize("pieces", PIECES)
+def test_out_that_shares_memory_with_itself(pieces):
+    a, b = PIECES[pieces](torch.ones(8, 8))
+    params = {"a": torch.ones(4), "b": torch.ones(4)}
+    with raises(ArgumentError, "out['b'] shares memory with out['a']\n  give each gradient memory of its own."):
+        psgrad.per_sample_grads(
+            lambda p, x: (p["a"] * p["b"] * x).sum(), params, torch.ones(5, 4), out={"a": a[:5], "b": b[:5]}
+        )
+
+
 # ---- ops ----------------------------------------------------------------------------------------------
 
 

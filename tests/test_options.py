@@ -1,6 +1,7 @@
 """The options of per_sample_grads: in_dims, has_aux, return_value, chunk_size, max_bytes, out, randomness."""
 
 import math
+import random
 from typing import NamedTuple
 
 import optree
@@ -11,6 +12,7 @@ from torch import nn
 
 import psgrad
 from psgrad._memory import Meter
+from psgrad._overlap import first_clash, is_distinct
 
 
 @pytest.fixture(autouse=True)
@@ -471,6 +473,57 @@ def test_out_of_views_of_one_buffer():
     psgrad.per_sample_grads(fn, p, x, out={"w": rows[:, :12].view(7, 3, 4), "b": rows[:, 12:]})
     want = psgrad.testing.loop_grads(fn, p, x)
     close(rows, torch.cat([want["w"].flatten(1), want["b"]], 1))
+
+
+APART = {
+    "columns": lambda rows: (rows[:, :4], rows[:, 4:8]),
+    "the other way round": lambda rows: (rows[:, 6:], rows[:, 2:6]),
+    "pieces": lambda rows: (rows.view(-1)[:28].view(7, 4), rows.view(-1)[28:56].view(7, 4)),
+    "every other": lambda rows: (rows[:, :8:2], rows[:, 1:8:2]),
+    "samples last": lambda rows: (rows.view(10, 7).mT[:, :4], rows.view(10, 7).mT[:, 4:8]),
+    "rows in between": lambda rows: (rows.view(14, 5)[::2, :4], rows.view(14, 5)[1::2, :4]),
+}
+
+
+@pytest.mark.parametrize("pieces", APART)
+def test_out_of_pieces_of_one_buffer(pieces):
+    """That no number belongs to two of them is what counts, not that they are views of one storage."""
+    rows, x = torch.full((7, 10), torch.nan), torch.randn(7, 4)
+    a, b = APART[pieces](rows)
+    p = {"a": torch.randn(4), "b": torch.randn(4)}
+    f = lambda p, x: (p["a"] * x).sin().sum() + (p["b"] * x).cos().sum()
+    out = psgrad.per_sample_grads(f, p, x, out={"a": a, "b": b})
+    close(out, psgrad.testing.loop_grads(f, p, x))
+
+
+def places(t):
+    """Every byte of `t` in its storage."""
+    index = torch.arange(t.untyped_storage().nbytes()).view(-1, t.itemsize)
+    return (
+        index.flatten()
+        .as_strided((*t.shape, t.itemsize), (*(s * t.itemsize for s in t.stride()), 1), t.storage_offset() * t.itemsize)
+        .flatten()
+    )
+
+
+def test_views_that_share_a_number():
+    """Against all their places listed."""
+    memory, pick, seen = torch.zeros(64), random.Random(0), set()
+
+    def view():
+        t = memory if pick.random() < 0.8 else memory.view(torch.float16)
+        shape = [pick.randint(1, 3) for _ in range(pick.randint(1, 3))]
+        strides = [pick.randint(0, 8) for _ in shape]
+        return t.as_strided(shape, strides, pick.randint(0, 12))
+
+    for _ in range(3000):
+        a, b = view(), view()
+        distinct = len(places(a).unique()) == len(places(a))
+        assert is_distinct(a) == distinct
+        clash = not set(places(a).tolist()).isdisjoint(places(b).tolist())
+        assert first_clash([a, b]) == ((0, 1) if clash else None)
+        seen.add((distinct, clash))
+    assert len(seen) == 4
 
 
 def test_out_in_inference_mode():

@@ -1,0 +1,75 @@
+"""Whether tensors share memory, number by number: views of one storage may lie side by side, or in between."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from math import gcd
+
+import torch
+from torch import Tensor
+
+
+def storage_of(t: Tensor) -> int:
+    """Which storage `t` is a view of."""
+    return int(t.untyped_storage()._cdata)
+
+
+def is_distinct(t: Tensor) -> bool:
+    """Whether each number of `t` has a place of its own."""
+    extent = 1
+    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
+        if size > 1:
+            if stride < extent:
+                return stride > 0 and _marks([t], t.itemsize) == t.numel()
+            extent += stride * (size - 1)
+    return True
+
+
+def first_clash(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
+    """Two of several views of one storage that share a number; None: there are none.
+
+    Pieces of a flat buffer, and columns of a matrix with a row per sample, are told apart by their bounds; other
+    layouts by marking the places that each takes.
+    """
+    there = [(i, t) for i, t in enumerate(tensors) if t.numel()]
+    if _are_apart([t for _, t in there]):
+        return None
+    for k, (i, a) in enumerate(there):
+        for j, b in there[k + 1 :]:
+            unit = gcd(a.itemsize, b.itemsize)
+            if not _are_apart([a, b]) and _marks([a, b], unit) < _marks([a], unit) + _marks([b], unit):
+                return i, j
+    return None
+
+
+def _are_apart(tensors: Sequence[Tensor]) -> bool:
+    """Whether bounds alone show that no two tensors share a number."""
+    spans = sorted(
+        (t.storage_offset() * t.itemsize, (t.storage_offset() + _extent(t, 0)) * t.itemsize) for t in tensors
+    )
+    if all(a[1] <= b[0] for a, b in pairwise(spans)):
+        return True
+    strides = {(t.stride(0), t.itemsize) if t.dim() else (0, 0) for t in tensors}
+    row = min(strides)[0]
+    if len(strides) > 1 or row == 0:
+        return False
+    columns = sorted((t.storage_offset() % row, t.storage_offset() % row + _extent(t, 1)) for t in tensors)
+    around = (columns[0][0] + row, 0)  # the first again, in the next row
+    return all(a[1] <= b[0] for a, b in pairwise([*columns, around]))
+
+
+def _extent(t: Tensor, axis: int) -> int:
+    """How far it is from the first number of `t`, or of one row of it, to behind the last; from `axis` on."""
+    return 1 + sum(stride * (size - 1) for stride, size in zip(t.stride()[axis:], t.shape[axis:], strict=True))
+
+
+def _marks(tensors: Sequence[Tensor], unit: int) -> int:
+    """How many places of `unit` bytes the tensors take together."""
+    starts = [t.storage_offset() * t.itemsize // unit for t in tensors]
+    low = min(starts)
+    ends = [start + _extent(t, 0) * t.itemsize // unit for start, t in zip(starts, tensors, strict=True)]
+    taken = torch.zeros(max(ends) - low, dtype=torch.bool)  # of places alone, wherever the tensors are
+    for start, t in zip(starts, tensors, strict=True):
+        wide = t.itemsize // unit
+        shape, strides = (*t.shape, wide), (*(s * wide for s in t.stride()), 1)
+        taken.as_strided(shape, strides, start - low).fill_(True)
+    return int(taken.sum())
