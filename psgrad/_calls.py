@@ -18,7 +18,13 @@ IS_NESTABLE = torch._nested_tensor_from_mask_left_aligned  # asked by Transforme
 SHOWN = frozenset([torch.Tensor.__repr__, torch.Tensor.__format__])  # a text, in which vmap would show all samples
 UPDATES = frozenset(  # functions that write to running statistics, which are among their operands
     function
-    for name in ("batch_norm", "instance_norm", "native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update")
+    for name in (
+        "batch_norm",
+        "instance_norm",
+        "native_batch_norm",
+        "_native_batch_norm_legit",
+        "_batch_norm_with_update",
+    )
     for home in (torch, torch.nn.functional)
     if (function := getattr(home, name, None)) is not None
 )

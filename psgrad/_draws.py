@@ -18,8 +18,8 @@ from ._problem import generators
 _NAMES = (
     "alpha_dropout alpha_dropout_ bernoulli bernoulli_ binomial cauchy_ dropout dropout_ dropout1d dropout2d dropout3d "
     "exponential_ feature_alpha_dropout feature_alpha_dropout_ feature_dropout feature_dropout_ fractional_max_pool2d "
-    "fractional_max_pool3d geometric_ gumbel_softmax log_normal_ multinomial native_dropout normal normal_ poisson rand "
-    "rand_like randint randint_like randn randn_like random_ randperm rrelu rrelu_ uniform_ _sample_dirichlet "
+    "fractional_max_pool3d geometric_ gumbel_softmax log_normal_ multinomial native_dropout normal normal_ poisson "
+    "rand rand_like randint randint_like randn randn_like random_ randperm rrelu rrelu_ uniform_ _sample_dirichlet "
     "_standard_gamma scaled_dot_product_attention"
 )
 RANDOM = frozenset(

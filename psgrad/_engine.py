@@ -76,7 +76,10 @@ def run(
     found = _attempt(problem, sink(problem), writes)
     if isinstance(found, Part):
         if found.outcome.looped and not quiet:
-            _warn("psgrad runs a part of fn in a loop over samples: exact, slower there\n  " + "\n  ".join(found.outcome.looped))
+            _warn(
+                "psgrad runs a part of fn in a loop over samples: exact, slower there\n  "
+                + "\n  ".join(found.outcome.looped)
+            )
         take(found)
     elif found.writes:
         run(problem, sink, take, quiet=quiet, writes=True)

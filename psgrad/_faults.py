@@ -1,6 +1,6 @@
-"""What torch's vmap gets wrong without a word, and what is done in its place. One table; a test says when torch mends one.
+"""What torch's vmap gets wrong without a word, and what is done in its place.
 
-Each entry names the functions, says which calls of them are meant, and gives a call that vmap gets right; or none,
+One table; a test says when torch mends an entry. Each names the functions, says which calls of them are meant, and gives a call that vmap gets right; or none,
 and then the op runs in a loop over samples.
 """
 
@@ -93,12 +93,16 @@ def _pads(differs: Differs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
 def _unpadded(input: Tensor, weight: Tensor, padding_idx: int, *args: Any, **kwargs: Any) -> Call:
     """No gradient goes to the padding because none can."""
     rows = torch.arange(len(weight), device=weight.device)[:, None]
-    return F.embedding, (input, torch.where(rows == padding_idx % len(weight), weight.detach(), weight), None, *args), kwargs
+    return (
+        F.embedding,
+        (input, torch.where(rows == padding_idx % len(weight), weight.detach(), weight), None, *args),
+        kwargs,
+    )
 
 
 T = torch.Tensor
 # in place, vmap writes over what the backward then asks for
-_IN_PLACE = "addbmm cumprod float_power hypot index_reduce ldexp pow".split()
+_IN_PLACE = ["addbmm", "cumprod", "float_power", "hypot", "index_reduce", "ldexp", "pow"]
 TABLE = (
     *(
         Fault((getattr(T, f"{name}_"),), "writes over what the backward needs", _always, _is_changed(name))

@@ -75,7 +75,7 @@ class _Hook:
         return applied(__class__, cls, args, kwargs)  # type: ignore[name-defined]  # torch's code has that cell, too
 
 
-_HOOK = classmethod(_Hook.apply)
+_HOOK: Any = classmethod(_Hook.apply)  # type: ignore[arg-type]
 
 
 def applied(_: Any, cls: Any, args: Any, kwargs: Any) -> Any:

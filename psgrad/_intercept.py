@@ -191,7 +191,9 @@ class Intercept(TorchFunctionMode):
             if fault is not None:
                 return self._by_another_way(fault, func, args, kwargs)
         if func in _CAREFUL and ft.current_level() == self.level:
-            call = _masks.rewritten(func, args, kwargs, self.n, self.level, _split) if func in _masks.FUNCTIONS else None
+            call = (
+                _masks.rewritten(func, args, kwargs, self.n, self.level, _split) if func in _masks.FUNCTIONS else None
+            )
             if call is not None:
                 with self:
                     return call[0](*call[1], **call[2])
@@ -256,7 +258,7 @@ class Intercept(TorchFunctionMode):
 
     def _put(self, target: Tensor, index: Any, value: Any) -> None:
         """target[index] = value, where the index has both tensors and other things in it."""
-        call = _masks.SETITEM, (target, index, value), {}
+        call: tuple[Any, Any, Any] = _masks.SETITEM, (target, index, value), {}
         self._check_write(*call)
         if not ft.is_batched(target, self.level):
             return _masks.SETITEM(target, index, value)
@@ -273,7 +275,7 @@ class Intercept(TorchFunctionMode):
     # ---- what vmap cannot do -----------------------------------------------------------------------
 
     def _has_second_chance(self, func: Any, args: Any, kwargs: Any, error: Exception) -> bool:
-        """Whether a call that failed may do better by another way: where it is not clear that the error is `fn`'s own."""
+        """Whether a call that failed may do better by another way: its error need not be `fn`'s own."""
         if self.recomputing or func in ANSWERS or error is self.settled:  # torch ends a recomputation by an error
             return False
         if isinstance(error, (PsgradError, *NO_VALUES)) or is_out_of_memory(error):

@@ -105,10 +105,6 @@ def put(target: Tensor, index: tuple[Any, ...], value: Any, n: int, level: int) 
     return True
 
 
-def _is_boolean(entry: Any) -> bool:
-    return isinstance(entry, Tensor) and entry.dtype == torch.bool
-
-
 def _selects(entries: Any, level: int) -> bool:
     """Whether vmap needs help with an index because of an integer in it that differs between samples.
 

@@ -137,9 +137,12 @@ def _slots(model: torch.nn.Module) -> list[Slot]:
 
 def _refuse_sharded(model: torch.nn.Module) -> None:
     """FSDP puts parameters of its own into a module while that runs, whatever was there."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # where nobody has loaded it, no module is sharded
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # where nobody has loaded it, no module is sharded
     for module in model.modules() if fsdp is not None else ():
-        for kind, name in ((fsdp.FSDPModule, "fully_shard"), (fsdp.FullyShardedDataParallel, "FullyShardedDataParallel")):
+        for kind, name in (
+            (fsdp.FSDPModule, "fully_shard"),
+            (fsdp.FullyShardedDataParallel, "FullyShardedDataParallel"),
+        ):
             if isinstance(module, kind):
                 raise ArgumentError(
                     f"the model is sharded by {name}, which replaces parameters while it runs\n"

@@ -19,7 +19,13 @@ Split = Callable[[list[Any]], None]  # raises where keys, one per sample, are no
 
 
 # what these do depends on where a tensor begins in memory: they get rows with memory of their own
-_OF_MEMORY = (torch.as_strided, Tensor.as_strided, torch.as_strided_copy, torch.as_strided_scatter, Tensor.as_strided_scatter)
+_OF_MEMORY = (
+    torch.as_strided,
+    Tensor.as_strided,
+    torch.as_strided_copy,
+    torch.as_strided_scatter,
+    Tensor.as_strided_scatter,
+)
 
 
 class Unlooped(BaseException):
@@ -61,7 +67,8 @@ def run(func: Any, args: Any, kwargs: Any, n: int, level: int, writes: bool, spl
 
     Samples for which it raises, or gives something of another shape or another Python value, part ways by `split`.
     """
-    leaves, spec = optree.tree_flatten((args, kwargs), none_is_leaf=True)
+    given: Any = (args, kwargs)
+    leaves, spec = optree.tree_flatten(given, none_is_leaf=True)
     rows: list[Sequence[Any]] = []
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor) or not ft.is_batched(leaf, level):

@@ -21,7 +21,6 @@ from ._plan import Plan
 from ._problem import Problem
 
 
-
 class Row(NamedTuple):
     """One use of one parameter."""
 

@@ -51,7 +51,9 @@ class Hidden(nn.Module):
         super().__init__()
         self.linear, self.weight = nn.Linear(3, 4), nn.Parameter(torch.randn(2, 4))
         weight = self.weight
-        self.read = {"dict": {"w": weight}.get, "list": lambda _, held=[weight]: held[0], "closure": lambda _: weight}[how]
+        self.read = {"dict": {"w": weight}.get, "list": lambda _, held=[weight]: held[0], "closure": lambda _: weight}[
+            how
+        ]
 
     def forward(self, x):
         return F.linear(torch.tanh(self.linear(x)), self.read("w"))
@@ -150,7 +152,8 @@ def test_a_function_that_runs_the_module_again_in_its_backward():
     fn, params = psgrad.from_module(model, F.mse_loss)
     x, y = torch.randn(5, 3), torch.randn(5, 2)
     own = [
-        torch.autograd.grad(F.mse_loss(model(a[None]), b[None]), list(model.parameters())) for a, b in zip(x, y, strict=True)
+        torch.autograd.grad(F.mse_loss(model(a[None]), b[None]), list(model.parameters()))
+        for a, b in zip(x, y, strict=True)
     ]
     want = dict(zip(params, map(torch.stack, zip(*own, strict=True)), strict=True))
     torch.testing.assert_close(psgrad.per_sample_grads(fn, params, (x, y)), want)
@@ -275,7 +278,11 @@ def test_linear_cross_entropy_in_chunks(frozen):
         own = {"head": head, "inputs": p["head"], "computed": p["head"] * s[0].mean()}[frozen]
         return F.linear_cross_entropy(x, own, s[1], options=options)
 
-    exact(fn, {"w": torch.randn(3, 4), "head": torch.randn(5, 3 if frozen == "inputs" else 4)}, (torch.randn(3, 6, 3), torch.randint(5, (3, 6))))
+    exact(
+        fn,
+        {"w": torch.randn(3, 4), "head": torch.randn(5, 3 if frozen == "inputs" else 4)},
+        (torch.randn(3, 6, 3), torch.randint(5, (3, 6))),
+    )
 
 
 def test_running_statistics_in_the_batch():
@@ -420,7 +427,10 @@ def test_a_dtensor_is_refused_by_name():
     w = distribute_tensor(torch.randn(3), init_device_mesh("cpu", (1,)))
     with pytest.raises(psgrad.ArgumentTypeError) as error:
         psgrad.per_sample_grads(lambda p, s: (p["w"] * s).sum(), {"w": w}, torch.randn(5, 3))
-    assert str(error.value) == "params['w'] is a DTensor, which is not supported\n  give its full_tensor(), or its to_local()."
+    assert (
+        str(error.value)
+        == "params['w'] is a DTensor, which is not supported\n  give its full_tensor(), or its to_local()."
+    )
 
 
 @pytest.mark.usefixtures("process_group")

@@ -209,7 +209,9 @@ WRONG = {  # a call of each function in the table of faults for which plain vmap
     torch.index_fill: lambda p, x: (torch.index_fill(torch.ones(3, 4), 0, torch.tensor([1]), (p * x).sum()) * x).sum(),
     S.index_fill_: lambda p, x: (torch.ones(3, 4).index_fill_(0, torch.tensor([1]), (p * x).sum()) * x).sum(),
     torch.as_strided_copy: lambda p, x: torch.as_strided_copy(p, (2, 2), (1, 2), 1).sin().prod() * x.sum(),
-    torch.as_strided_scatter: lambda p, x: torch.as_strided_scatter(p * x, x[:2, :2] * 2, (2, 2), (1, 3), 1).sin().sum(),
+    torch.as_strided_scatter: lambda p, x: (
+        torch.as_strided_scatter(p * x, x[:2, :2] * 2, (2, 2), (1, 3), 1).sin().sum()
+    ),
     torch.stft: lambda p, x: torch.stft(p.flatten(), 4, return_complex=False, window=x[0].abs()).square().sum(),
     S.addbmm_: lambda p, x: (p @ x.mT).clone().addbmm_((p * x)[None], x.mT[None]).sin().sum(),
     S.cumprod_: lambda p, x: (p * x).cumprod_(0).sin().sum(),
