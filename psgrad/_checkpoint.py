@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as _checkpoint
 
 from ._held import HELD, OwnParameters
+from ._hooks import FunctionCall
 
 Around = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -60,12 +61,12 @@ def _arguments(frame: Any) -> list[Any]:
     return list(frame.saved_args) if _Keeper is None else [frame.input_saver.grad_fn.get_args]
 
 
-def keeps_arguments(args: Any) -> bool:
-    """Whether a call with `args` is the one by which an older torch keeps a checkpoint's arguments, as they are.
+def keeps_arguments(func: Any) -> bool:
+    """Whether this is the autograd Function by which an older torch keeps a checkpoint's arguments, as they are.
 
-    Vmap does not take that autograd Function, and need not see it: it computes nothing.
+    Vmap does not take it, and need not see it: it computes nothing.
     """
-    return _Keeper is not None and len(args) > 0 and args[0] is _Keeper
+    return _Keeper is not None and isinstance(func, FunctionCall) and func.function is _Keeper
 
 
 def asks(frame: types.FrameType) -> bool:

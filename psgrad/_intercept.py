@@ -182,7 +182,7 @@ class Intercept(TorchFunctionMode):
     def _unusual(self, rule: Entry | None, func: Any, args: Any, kwargs: Any, seen: Operands) -> Any:
         _, params, _, graph = seen
         if graph and not minds(func):
-            if _checkpoint.keeps_arguments(args) and ft.current_level() == self.level:
+            if _checkpoint.keeps_arguments(func) and ft.current_level() == self.level:
                 return ft.below(func, *args, **kwargs)
             args, kwargs = self._freeze(func, args, kwargs)
             seen = self._look((*args, *kwargs.values()))
