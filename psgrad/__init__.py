@@ -1,5 +1,8 @@
 """Per-sample gradients for any PyTorch function, exactly, at about the price of one backward pass."""
 
+from . import _versions  # noqa: F401, first of all: says which of torch's private names are gone
+
+# isort: split
 from . import extend, ops, rules, testing
 from ._api import per_sample_grads
 from ._errors import ArgumentError, ArgumentTypeError, FallbackWarning, PsgradError, RuleError, UnsupportedOpError

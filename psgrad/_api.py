@@ -118,7 +118,7 @@ def per_sample_grads(
     )
     buffers = _buffers(out, problem) if out is not None else None
     step = step_of(problem, chunk_size, max_bytes, grads_work)
-    if ft.current_level() is not None or not ft.AVAILABLE:
+    if ft.current_level() is not None:
         grads, outcome = composed(problem, step)
     else:
         with _engine.differentiating():

@@ -2,9 +2,8 @@
 
 Inside `vmap` a tensor is a wrapper around one that has the sample axis. A rule wants that inner tensor,
 so it runs one level below, with vmap's layer set aside for a moment (0.02 ms a call; the public way, an
-autograd Function with a `vmap` staticmethod, costs 0.2 ms). Where a torch has other names than these,
-`AVAILABLE` is False and the engine takes the public way for the whole call: `vmap(grad(fn))` over
-`psgrad.ops`.
+autograd Function with a `vmap` staticmethod, costs 0.2 ms). `_versions.py` checks on import that the names
+are there.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,22 +18,6 @@ from torch._library.custom_ops import CustomOpDef as _CustomOp
 from torch._ops import OpOverload, OpOverloadPacket
 
 _T = TypeVar("_T")
-
-AVAILABLE = all(
-    hasattr(_ft, name)
-    for name in (
-        "_add_batch_dim",
-        "_unwrap_batched",
-        "_vmap_decrement_nesting",
-        "_vmap_increment_nesting",
-        "is_batchedtensor",
-        "is_gradtrackingtensor",
-        "maybe_current_level",
-        "maybe_get_level",
-        "pop_dynamic_layer_stack",
-        "push_dynamic_layer_stack",
-    )
-) and hasattr(_predispatch, "lazy_load_decompositions")
 
 
 class vmap_level:  # noqa: N801, used like a function
@@ -99,22 +82,20 @@ def below(run: Callable[..., _T], *args: object) -> _T:
         _ft.push_dynamic_layer_stack(layer)
 
 
-# whether autocast is on for some device; where torch does not say, perhaps
-is_autocasting: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+is_autocasting: Callable[[], bool] = torch._C._is_any_autocast_enabled  # for some device
 
-_MODES: Any = getattr(torch._C, "_TorchDispatchModeKey", None)
-_PROXY: Any = getattr(_MODES, "PROXY", None)
-_FAKE: Any = getattr(_MODES, "FAKE", None)
+_PROXY: Any = torch._C._TorchDispatchModeKey.PROXY
+_FAKE: Any = torch._C._TorchDispatchModeKey.FAKE
 
 
 def is_recorded() -> bool:
     """Whether ops are being written down, as by make_fx: what follows must not depend on the numbers."""
-    return _PROXY is not None and torch._C._get_dispatch_mode(_PROXY) is not None
+    return torch._C._get_dispatch_mode(_PROXY) is not None
 
 
 def is_faking() -> bool:
     """Whether tensors have shapes and no values, as `explain` and `max_bytes` run a function first."""
-    return _FAKE is not None and torch._C._get_dispatch_mode(_FAKE) is not None
+    return torch._C._get_dispatch_mode(_FAKE) is not None
 
 
 # ---- ops, as a mode sees them called ------------------------------------------------
@@ -142,7 +123,7 @@ def overload_of_custom_op(op: Any) -> Any:
     return op._opoverload
 
 
-_run_backward: Any = getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "run_backward", None)
+_run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
 
 
 def gradients(y: Tensor, inputs: Sequence[Any], seed: Tensor) -> tuple[Tensor | None, ...]:
@@ -151,7 +132,7 @@ def gradients(y: Tensor, inputs: Sequence[Any], seed: Tensor) -> tuple[Tensor | 
     By the engine itself, without the checks of what is known to fit: 0.05 ms less. On the CPU, where the backward
     runs in this thread.
     """
-    if _run_backward is None or y.device.type != "cpu":
+    if y.device.type != "cpu":
         return torch.autograd.grad(y, inputs, seed, allow_unused=True)
     found: tuple[Tensor | None, ...] = _run_backward(
         (y,), (seed,), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False

@@ -1,0 +1,70 @@
+"""The torch that psgrad was tested with, and the private names of torch that it uses: checked on import.
+
+Private names come and go without notice. Where one is gone this says so at once, rather than in the middle of a call.
+"""
+
+from collections.abc import Iterator, Mapping
+from functools import reduce
+from importlib import import_module
+
+import torch
+
+TESTED = "2.10", "2.15"  # the oldest and the newest torch that the tests ran on
+
+PRIVATE: Mapping[str, str] = {  # names by their module; of alternatives (a|b) one is enough
+    "torch": (
+        "Tensor._base Tensor._version UntypedStorage._cdata _nested_tensor_from_mask_left_aligned "
+        "_pack_padded_sequence _pad_packed_sequence ops.aten._fused_rms_norm ops.aten._prelu_kernel_backward "
+        "ops.aten._scaled_dot_product_attention_math"
+    ),
+    "torch._C": (
+        "DisableTorchFunction TensorBase _TorchDispatchModeKey.FAKE _TorchDispatchModeKey.PROXY _get_dispatch_mode "
+        "_is_any_autocast_enabled _is_torch_function_mode_enabled _jit_resolve_packet "
+        "_autograd._top_saved_tensors_default_hooks _nn.cross_entropy_loss _nn.pad_sequence"
+    ),
+    "torch._C._dynamo.eval_frame": "_FrameAction.SKIP _FrameExecStrategy set_code_exec_strategy",
+    "torch._C._functorch": (
+        "_add_batch_dim _unwrap_batched _vmap_decrement_nesting _vmap_increment_nesting is_batchedtensor "
+        "is_gradtrackingtensor maybe_current_level maybe_get_level pop_dynamic_layer_stack push_dynamic_layer_stack"
+    ),
+    "torch._functorch.predispatch": "lazy_load_decompositions",
+    "torch._library.custom_ops": "CustomOpDef",
+    "torch._ops": "HigherOrderOperator OpOverload OpOverloadPacket",
+    "torch._subclasses.fake_tensor": "DataDependentOutputException DynamicOutputShapeException FakeTensorMode",
+    "torch.autograd": "Variable._execution_engine.run_backward",
+    "torch.utils._python_dispatch": "TorchDispatchMode _get_current_dispatch_mode",
+    "torch.utils.checkpoint": "_CheckpointFrame _CheckpointFrame.save_inputs|_NoopSaveInputs",
+}
+
+
+def _gone() -> Iterator[str]:
+    """The names in `PRIVATE` that this torch does not have."""
+    for module, names in PRIVATE.items():
+        try:
+            home = import_module(module)
+        except ImportError:
+            yield module
+            continue
+        for name in names.split():
+            if not any(_has(home, each) for each in name.split("|")):
+                yield " or ".join(f"{module}.{each}" for each in name.split("|"))
+
+
+def _has(home: object, name: str) -> bool:
+    try:
+        reduce(getattr, name.split("."), home)
+    except AttributeError:
+        return False
+    return True
+
+
+def _check() -> None:
+    if gone := list(_gone()):
+        raise ImportError(
+            f"psgrad needs {', '.join(gone)}, which torch {torch.__version__} does not have\n"
+            f"  psgrad was tested with torch {TESTED[0]} to {TESTED[1]}\n"
+            "  install one of these, or a psgrad that was tested with the torch you have."
+        )
+
+
+_check()
