@@ -5,7 +5,15 @@ from . import _versions  # noqa: F401, first of all: says which of torch's priva
 # isort: split
 from . import extend, ops, rules, testing
 from ._api import per_sample_grads
-from ._errors import ArgumentError, ArgumentTypeError, FallbackWarning, PsgradError, RuleError, UnsupportedOpError
+from ._errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    FallbackWarning,
+    PsgradError,
+    RuleError,
+    UnsupportedOpError,
+    UnusedParametersWarning,
+)
 from ._factored import FactoredGrads, concat
 from ._module import from_module
 from ._quantities import (
@@ -34,6 +42,7 @@ __all__ = [
     "Report",
     "RuleError",
     "UnsupportedOpError",
+    "UnusedParametersWarning",
     "clipped_grad",
     "concat",
     "explain",

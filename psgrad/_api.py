@@ -85,7 +85,8 @@ def per_sample_grads(
       function that calls this one, `vmap`, `jacrev` ...) it is differentiable like any other function.
     - `chunk_size` and `max_bytes` change memory and time, never the answer (random numbers apart: under a
       seed they repeat for the same chunk size).
-    - A parameter that `fn` does not use gets zeros. An empty batch gives `(0, *shape)`.
+    - A parameter that `fn` does not use gets zeros; where it uses none at all, an `UnusedParametersWarning`
+      says so. An empty batch gives `(0, *shape)`.
     - Where even vmap refuses, samples run one by one, with a `FallbackWarning` that names the reason.
 
     Args:
@@ -121,7 +122,7 @@ def per_sample_grads(
     if ft.current_level() is not None:
         grads, outcome = composed(problem, step)
     else:
-        with _engine.differentiating():
+        with _engine.differentiating(problem):
             grads, outcome = _chunked(problem, step, buffers)
     if buffers is not None:
         for target, rows in zip(optree.tree_leaves(out), grads, strict=True):

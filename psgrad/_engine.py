@@ -20,7 +20,15 @@ from . import _functorch as ft
 from ._applied import Use
 from ._calls import opened
 from ._checkpoint import Following
-from ._errors import ArgumentError, FallbackWarning, PsgradError, UnsupportedOpError, is_out_of_memory, place_of
+from ._errors import (
+    ArgumentError,
+    FallbackWarning,
+    PsgradError,
+    UnsupportedOpError,
+    UnusedParametersWarning,
+    is_out_of_memory,
+    place_of,
+)
 from ._held import OwnParameters, again, recorded
 from ._hooks import eagerly, functions_seen
 from ._intercept import Diverged, Intercept, Retry, Written, reason_of
@@ -41,14 +49,38 @@ class Outcome(NamedTuple):
     looped: tuple[str, ...] = ()  # ops that ran in a loop over samples, in words
 
 
-def differentiating() -> contextlib.AbstractContextManager[Any]:
-    """Gradients work inside, whatever the caller has switched off."""
+def differentiating(problem: Problem | None = None) -> contextlib.AbstractContextManager[Any]:
+    """Gradients work inside, whatever the caller has switched off.
+
+    A caller who gives `problem` answers it inside: if then no parameter had a gradient, a warning says so.
+    """
+    answering = contextlib.nullcontext() if problem is None else _Answering(problem)
     if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-        return contextlib.nullcontext()
+        return answering
     stack = contextlib.ExitStack()
     stack.enter_context(torch.inference_mode(False))
     stack.enter_context(torch.enable_grad())
+    stack.enter_context(answering)
     return stack
+
+
+class _Answering:
+    """Warns at its end where the samples of `problem` ran, and no parameter had a gradient for any of them."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if not self.problem.reached and self.problem.n and kind is None:
+            warnings.warn(
+                "the loss depends on no parameter, so every gradient is zero\n"
+                "  compute it from the params that fn is given; .detach(), .item() and torch.no_grad() cut them off.",
+                UnusedParametersWarning,
+                stacklevel=_callers_level(),
+            )
 
 
 @dataclass(eq=False, slots=True)  # not frozen, which costs; nobody changes one
@@ -176,8 +208,8 @@ def _through(problem: Problem, sink: Any, log: list[Use] | None, settings: list[
         out = problem.call(wrapped, sample, mode)
         losses = ft.unwrap(out.loss, n, level)
         aux = [ft.unwrap(a, n, level) for a in out.aux]
-    if losses.requires_grad:
-        _backward(losses, mode, len(roots), sink, problem.seed)
+    if losses.requires_grad and _backward(losses, mode, len(roots), sink, problem.seed):
+        problem.reached.append(True)
     values = losses.detach()
     if losses.is_leaf or losses._is_view():  # memory that may be another's
         values = values.clone()
@@ -196,10 +228,11 @@ def _owned(results: list[Tensor], others: list[Any]) -> list[Tensor]:
     return owned
 
 
-def _backward(losses: Tensor, mode: Intercept, count: int, sink: Any, seed: Tensor | None) -> None:
+def _backward(losses: Tensor, mode: Intercept, count: int, sink: Any, seed: Tensor | None) -> bool:
     """Gradients of the losses to the sink; those of functions of parameters pulled back to the parameters.
 
     Samples are independent under vmap, so the gradient of the sum of the losses is every sample's own.
+    Returns whether a parameter has one.
     """
     leaves = [source.leaf for source in mode.sources]
     if seed is not None and (losses.dtype.itemsize < 4 or mode.functions or mode.hooks):
@@ -224,6 +257,8 @@ def _backward(losses: Tensor, mode: Intercept, count: int, sink: Any, seed: Tens
     derived = [source for source in mode.sources[count:] if sink.has(source)]
     if derived:
         sink.pull(derived, mode.sources[:count])
+    # a rule that runs as a Function hands its factors to the sink and nothing to autograd
+    return any(g is not None for g in found) or any(source.uses for source in mode.sources)
 
 
 _seen_grad = opened(torch.autograd.grad)  # modes are not asked, and so are on while the backward runs
@@ -359,8 +394,10 @@ def _looped(
             if one.seed is not None and isinstance(row, SumSink):
                 row.weights = one.seed  # not into the backward, which need not be linear
             with again(held), follow:  # a Function may run a model again
-                grads = _seen_grad(loss, params, materialize_grads=True)
-            row.put([g[None] for g in grads])
+                grads = _seen_grad(loss, params, allow_unused=True)
+            if any(g is not None for g in grads):
+                problem.reached.append(True)
+            row.put([(torch.zeros_like(p) if g is None else g)[None] for p, g in zip(params, grads, strict=True)])
         if i == 0 and warning is not None:  # a sample alone works, so it was vmap that refused
             _warn(warning)
         outcome = Outcome(loss.detach()[None].clone(), [a[None] for a in aux], spec)

@@ -52,7 +52,20 @@ class FallbackWarning(UserWarning):
     """The call is answered exactly, but by a slower way than a rule or vmap."""
 
 
-for _public in (PsgradError, ArgumentError, ArgumentTypeError, UnsupportedOpError, RuleError, FallbackWarning):
+class UnusedParametersWarning(UserWarning):
+    """No parameter has a gradient for any sample: the loss does not depend on them, so that all is zero."""
+
+
+_PUBLIC = (
+    PsgradError,
+    ArgumentError,
+    ArgumentTypeError,
+    UnsupportedOpError,
+    RuleError,
+    FallbackWarning,
+    UnusedParametersWarning,
+)
+for _public in _PUBLIC:
     _public.__module__ = "psgrad"  # as people import them, and as tracebacks should show them
 
 

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import optree
@@ -41,6 +41,7 @@ class Problem:
     frugal: bool = False  # memory counts before time
     lasting: bool = False  # factors outlive the call, whatever happens to the parameters
     seed: Tensor | None = None  # (N,): what each loss counts in the backward; None: 1
+    reached: list[bool] = field(default_factory=list)  # not empty: some parameter had a gradient; all parts share it
 
     def copied(self) -> "Problem":
         """The same with a batch that `fn` may change."""

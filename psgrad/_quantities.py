@@ -72,7 +72,7 @@ def factored_grads(
     )
     problem.lasting = True
     step = step_of(problem, chunk_size, max_bytes, _chunk.work("factored", _chunk.factored))
-    with _engine.differentiating():
+    with _engine.differentiating(problem):
         blocks, outcomes = [], []
         for _, chunk in _chunk.chunks(problem, step):
             own, outcome = _chunk.kept(chunk)
@@ -155,7 +155,7 @@ def per_sample_norms(
         norms, outcome = _attached_norms(problem, min(chunk_size or problem.n, problem.n), per_param)
     else:
         step = step_of(problem, chunk_size, max_bytes, _chunk.work("norms", _chunk.norms))
-        with _engine.differentiating():
+        with _engine.differentiating(problem):
             found = [_chunk.norms(chunk, per_param=per_param) for _, chunk in _chunk.chunks(problem, step)]
             outcome = _chunk.joined(problem, [outcome for _, outcome in found])
         rows = [own for own, _ in found] or [[_chunk.no_values(problem) for _ in problem.params]]
@@ -245,7 +245,7 @@ def weighted_grad(
     def given(weights: Any) -> Tensor:
         return _checked_weights(weights, n, index, problem)
 
-    with _engine.differentiating():
+    with _engine.differentiating(problem):
         if not callable(weights):
             step = step_of(problem, chunk_size, max_bytes, partial(_chunk.summing, "sums", _chunk.sums))
             totals, outcome = _weighted(problem, given(weights), step)
@@ -368,7 +368,7 @@ def clipped_grad(
     )
     bounds, bounds_spec, group = bounds_of(max_norm, params, len(problem.params))
     n, (problem, index) = problem.n, _chunk.counting(problem, valid)
-    with _engine.differentiating():
+    with _engine.differentiating(problem):
         try:
             step = step_of(problem, chunk_size, max_bytes, _clip_work)
         except ArgumentError as error:
@@ -495,7 +495,7 @@ def gram(
     )
     n, (problem, index) = problem.n, _chunk.counting(problem, valid)
     step = step_of(problem, chunk_size, max_bytes, _chunk.work("gram", _gram_work))
-    with _engine.differentiating():
+    with _engine.differentiating(problem):
         if isinstance(other, FactoredGrads):
             rows, outcomes = [], []
             for _, chunk in _chunk.chunks(problem, step):
@@ -628,7 +628,7 @@ def grad_stats(
     n, (problem, index) = problem.n, _chunk.counting(problem, valid)
     step = step_of(problem, chunk_size, max_bytes, _chunk.work("stats", _stats_work))
     sq_norms, outcomes, seen = [], [], 0
-    with _engine.differentiating():
+    with _engine.differentiating(problem):
         mean = [meta.new() for meta in _chunk.metas(problem)]
         spread = [meta.new() for meta in _chunk.metas(problem)]
         for _, chunk in _chunk.chunks(problem, step):

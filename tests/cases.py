@@ -31,6 +31,7 @@ class Case:
     diverges: bool = False  # samples take different branches: `rules` is what all of them use
     loops: bool = False  # even vmap refuses: a loop over samples, with a warning
     folds: tuple[str, ...] = ()  # the rules without parameters that it runs
+    independent: bool = False  # the loss depends on no parameter: zeros, with a warning
 
     def make(self, dtype: torch.dtype = torch.float64) -> Problem:
         """`(fn, params, batch)`: the same numbers every time, rounded to `dtype`."""
@@ -75,7 +76,7 @@ def _path(name: str) -> str:
 
 def op(id: str, call: Callable[..., Tensor], rules: Any, x: Any = (3,), **params: Any) -> Case:
     """The loss of `call(x, **params)`; the sample and the parameters given by shape, or by how to make them."""
-    flags = {k: params.pop(k) for k in ("refused", "diverges", "loops", "folds") if k in params}
+    flags = {k: params.pop(k) for k in ("refused", "diverges", "loops", "folds", "independent") if k in params}
 
     def build() -> Problem:
         drawn = {name: p() if callable(p) else draw(*p) for name, p in params.items()}
@@ -1362,8 +1363,8 @@ TREES = (
         },
     ),
     op("unused-parameter", lambda x, w, unused: F.linear(x, w), {"w": "linear"}, w=(2, 3), unused=(4, 2)),
-    op("all-unused", lambda x, w: x, {}, w=(2, 3)),
-    op("loss-without-parameters", lambda x, w: x + w.detach(), {}, w=(3,)),
+    op("all-unused", lambda x, w: x, {}, w=(2, 3), independent=True),
+    op("loss-without-parameters", lambda x, w: x + w.detach(), {}, w=(3,), independent=True),
     op("zero-times", lambda x, w: 0 * F.linear(x, w), "linear", w=(2, 3)),
     op(
         "empty-parameter",

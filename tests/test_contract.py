@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -20,15 +21,19 @@ from .cases import CASES, RECURRENT, Case, N, draw, loss
 pytestmark = [
     pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented:UserWarning"),
     pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning"),
+    pytest.mark.filterwarnings("ignore::psgrad.UnusedParametersWarning"),  # `grads_of` looks for it
     pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning"),  # the loop's
 ]
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 
 
 def grads_of(case: Case, *problem: Any, **options: Any) -> Any:
-    """`per_sample_grads`, which must warn of a loop just where the case says so."""
-    expected = pytest.warns(psgrad.FallbackWarning) if case.loops else contextlib.nullcontext()
-    with expected:
+    """`per_sample_grads`, which must warn of a loop, and of unused parameters, just where the case says so."""
+    looping = pytest.warns(psgrad.FallbackWarning) if case.loops else contextlib.nullcontext()
+    unused = pytest.warns(psgrad.UnusedParametersWarning) if case.independent else warnings.catch_warnings()
+    with looping, unused:
+        if not case.independent:
+            warnings.simplefilter("error", psgrad.UnusedParametersWarning)
         return psgrad.per_sample_grads(*problem, **options)
 
 

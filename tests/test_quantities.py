@@ -31,6 +31,7 @@ from .test_contract import assert_close
 pytestmark = [
     pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented:UserWarning"),
     pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning"),
+    pytest.mark.filterwarnings("ignore::psgrad.UnusedParametersWarning"),  # two cases of the table
 ]
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 

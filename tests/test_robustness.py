@@ -586,6 +586,7 @@ ALIASING = {
 }
 
 
+@pytest.mark.filterwarnings("ignore::psgrad.UnusedParametersWarning")
 @pytest.mark.parametrize("name", ALIASING)
 def test_results_do_not_alias(name):
     """Neither each other nor the inputs; every row has memory of its own."""
@@ -626,6 +627,7 @@ def test_aux_does_not_alias(n, way):
     assert all(torch.equal(t, old) for t, old in zip(inputs, before, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore::psgrad.UnusedParametersWarning")
 def test_values_have_memory_of_their_own():
     _, values = psgrad.per_sample_grads(
         lambda p, x: torch.tensor(1.0), torch.randn(3), torch.randn(5, 3), return_value=True
