@@ -1,7 +1,7 @@
 """What torch's vmap gets wrong without a word, and what is done in its place.
 
-One table; a test says when torch mends an entry. Each names the functions, says which calls of them are meant, and gives
-a call that vmap gets right; or none, and then the op runs in a loop over samples.
+One table; a test says when torch mends an entry. Each names the functions, says which calls of them are meant, and
+gives a call that vmap gets right; or none, and then the op runs in a loop over samples.
 """
 
 from collections.abc import Callable
