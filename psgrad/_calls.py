@@ -25,7 +25,7 @@ UPDATES = frozenset(  # functions that write to running statistics, which are am
         "_native_batch_norm_legit",
         "_batch_norm_with_update",
     )
-    for home in (torch, torch.nn.functional)
+    for home in (torch, torch.nn.functional, torch.ops.aten)
     if (function := getattr(home, name, None)) is not None
 )
 _FUNCTIONAL = vars(torch.nn.functional)

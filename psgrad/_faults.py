@@ -62,7 +62,7 @@ def _squeezed(t: Tensor) -> Call:
 
 
 def _refused(*_: Any, **__: Any) -> Call:
-    raise Unlooped("as_strided_ is of the batch's memory, not of a sample's")
+    raise Unlooped("as_strided is of the batch's memory, not of a sample's")
 
 
 def _index_filled(input: Tensor, dim: int, index: Tensor, value: Any) -> Call:
@@ -70,10 +70,6 @@ def _index_filled(input: Tensor, dim: int, index: Tensor, value: Any) -> Call:
     chosen = (torch.arange(size, device=input.device)[:, None] == index % size).any(1)
     shape = [size if i == dim % input.dim() else 1 for i in range(input.dim())]
     return torch.where, (chosen.view(shape), value.to(input.dtype) if isinstance(value, Tensor) else value, input), {}
-
-
-def _is_of_param(differs: Differs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return not differs(args[0])
 
 
 def _is_changed(name: str) -> Callable[..., Call]:
@@ -115,8 +111,8 @@ TABLE = (
         (torch.as_strided_copy, torch.as_strided_scatter, T.as_strided_scatter),
         "takes the memory of all samples for that of one",
         _always,
+        _refused,
     ),
-    Fault((torch.stft, T.stft), "takes the samples of a parameter for overlapping memory", _is_of_param),
     Fault((torch.select_scatter, T.select_scatter), "multiplies the gradient of src", _always, _selected),
     Fault((torch.roll, T.roll), "rolls a scalar along the samples", _is_scalar, _copied),
     Fault((T.squeeze_,), "takes the axis of a single sample away", _is_bare, _squeezed),

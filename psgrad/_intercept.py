@@ -64,6 +64,7 @@ REDIRECTS[CUSTOM_FUNCTION_CALL] = lambda _, args, __: (call := FunctionCall(args
 _SEQUENCES = (list, tuple)
 _TRUTHS = (torch.Tensor.__bool__, torch.is_nonzero)
 _TELLING = frozenset(["out", "inplace", "requires_grad"])  # keywords that make a call more than a computation
+_OF_MEMORY = (torch.as_strided, torch.Tensor.as_strided)  # of the whole storage, in which a row is somewhere
 _CAREFUL = _masks.FUNCTIONS | SHOWN | UPDATES
 _SPECIAL = (
     _CAREFUL
@@ -291,7 +292,7 @@ class Intercept(TorchFunctionMode):
         if is_python(func) and not writes(func, kwargs):
             with self:
                 return opened(func)(*args, **kwargs)
-        if func in RANDOM and self.randomness == "same":
+        if (func in RANDOM and self.randomness == "same") or func in _OF_MEMORY:
             raise Unlooped(why)
         return self._alone(func, args, kwargs, why)
 

@@ -18,16 +18,6 @@ from ._hooks import FunctionCall
 Split = Callable[[list[Any]], None]  # raises where keys, one per sample, are not all equal
 
 
-# what these do depends on where a tensor begins in memory: they get rows with memory of their own
-_OF_MEMORY = (
-    torch.as_strided,
-    Tensor.as_strided,
-    torch.as_strided_copy,
-    torch.as_strided_scatter,
-    Tensor.as_strided_scatter,
-)
-
-
 class Unlooped(BaseException):
     """An op cannot run sample by sample on its own: the whole call has to. Not for `fn` to catch."""
 
@@ -77,8 +67,7 @@ def run(func: Any, args: Any, kwargs: Any, n: int, level: int, writes: bool, spl
             lowered = ft.lower(leaf, n, level)
             rows.append([ft.below(lowered.select, 0, k) for k in range(n)])
         else:
-            each = ft.below(ft.lower(leaf, n, level).unbind)
-            rows.append([ft.below(row.clone) for row in each] if func in _OF_MEMORY else each)
+            rows.append(ft.below(ft.lower(leaf, n, level).unbind))
     found: list[Any] = []
     errors: list[Exception | None] = []
     error: Exception | None = None
