@@ -1,7 +1,7 @@
 """The public functions: check the call, choose a chunk size, run the engine, put the rows together."""
 
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, overload
 
 import optree
 import torch
@@ -14,10 +14,8 @@ from ._hooks import uncompiled
 from ._overlap import first_clash, is_distinct, storage_of
 from ._problem import Problem, paths
 from ._sink import DenseSink
+from ._types import P, Randomness
 from .ops import use_rules
-
-P = TypeVar("P")
-Randomness = Literal["different", "same", "error"]
 
 
 @overload

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple, overload
 
 import optree
 import torch
@@ -17,8 +17,7 @@ from ._errors import ArgumentError, ArgumentTypeError
 from ._factors import cast, norm_of_norms, wide, widest
 from ._kept import Kept
 from ._problem import paths
-
-Nonfinite = Literal["raise", "zero", "propagate"]
+from ._types import Nonfinite, P
 
 
 class Meta(NamedTuple):
@@ -51,7 +50,7 @@ class Block:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class FactoredGrads:
+class FactoredGrads(Generic[P]):
     """The gradients of N samples, unmaterialised: one forward and one backward, then any number of questions.
 
     >>> fn = lambda w, x: torch.tanh(w @ x).sum()
@@ -89,8 +88,9 @@ class FactoredGrads:
     def _tensors(self) -> list[Tensor]:
         return [t for block in self._blocks for kept in block.kept for t in kept.tensors()]
 
-    def _tree(self, leaves: Sequence[Any]) -> Any:
-        return optree.tree_unflatten(self._spec, list(leaves))
+    def _tree(self, leaves: Sequence[Any]) -> P:
+        tree: Any = optree.tree_unflatten(self._spec, list(leaves))
+        return tree  # type: ignore[no-any-return]
 
     def _gathered(self, lead: tuple[int, ...], quantity: Callable[[Block], Tensor | None]) -> Tensor:
         """Rows of every block at the places of their samples."""
@@ -99,11 +99,25 @@ class FactoredGrads:
 
     # ---- one number per sample ----------------------------------------------------------------------------
 
+    @overload
+    def norms(self, *, per_param: Literal[False] = False) -> Tensor: ...
+    @overload
+    def norms(self, *, per_param: Literal[True]) -> P: ...
+    @overload
+    def norms(self, *, per_param: bool = False) -> Any: ...
+
     def norms(self, *, per_param: bool = False) -> Any:
         """Norms (N,); with `per_param` those of each parameter, a pytree like params."""
         if per_param:
             return self._tree([self._gathered((self._n,), partial(norms_of_param, i)) for i in range(len(self._metas))])
         return self._gathered((self._n,), norms_of_block)
+
+    @overload
+    def sq_norms(self, *, per_param: Literal[False] = False) -> Tensor: ...
+    @overload
+    def sq_norms(self, *, per_param: Literal[True]) -> P: ...
+    @overload
+    def sq_norms(self, *, per_param: bool = False) -> Any: ...
 
     def sq_norms(self, *, per_param: bool = False) -> Any:
         """Squared norms (N,); with `per_param` those of each parameter, a pytree like params."""
@@ -112,22 +126,22 @@ class FactoredGrads:
 
     # ---- one number per parameter -------------------------------------------------------------------------
 
-    def weighted_sum(self, weights: Tensor) -> Any:
+    def weighted_sum(self, weights: Tensor) -> P:
         """The sum over n of weights[n] times gradient n, a pytree like params.
 
         A sample with weight 0 does not count, whatever its gradient: not even NaN.
         """
         return self._typed(self._sums([self._weights(weights)] * len(self._metas)))
 
-    def sum(self) -> Any:
+    def sum(self) -> P:
         """The sum of the gradients, a pytree like params."""
         return self._typed(self._sums(None))
 
-    def mean(self) -> Any:
+    def mean(self) -> P:
         """The mean of the gradients, a pytree like params."""
         return self._typed([t / self._n for t in self._sums(None)])
 
-    def clipped_sum(self, max_norm: Any, *, nonfinite: Nonfinite = "raise") -> Any:
+    def clipped_sum(self, max_norm: Any, *, nonfinite: Nonfinite = "raise") -> P:
         """The sum of the gradients, each scaled to norm `max_norm` where it is larger.
 
         `max_norm` is what `clipped_grad` takes: a positive number, a pytree prefix of params with a number for the
@@ -148,12 +162,12 @@ class FactoredGrads:
         weights = [clip_weights(t, bound, finite, nonfinite) for t, bound in zip(norms, bounds, strict=True)]
         return self._typed(self._sums([weights[k] for k in group]))
 
-    def variance(self) -> Any:
+    def variance(self) -> P:
         """The unbiased variance over samples of every number of the parameters; NaN for fewer than two samples."""
         mean = [t / self._n for t in self._sums(None)]
         return self._typed([t / (self._n - 1) if self._n > 1 else t * torch.nan for t in self._spread(mean)])
 
-    def _typed(self, leaves: Sequence[Tensor]) -> Any:
+    def _typed(self, leaves: Sequence[Tensor]) -> P:
         return self._tree([cast(t, m.dtype) for t, m in zip(leaves, self._metas, strict=True)])
 
     def _weights(self, weights: Any) -> Tensor:
@@ -201,7 +215,7 @@ class FactoredGrads:
 
         return self._gathered((self._n, other._n), against)
 
-    def dense(self) -> Any:
+    def dense(self) -> P:
         """The gradients written out: a pytree like params, leaves (N, *shape)."""
         leaves = []
         for i, (shape, dtype, device) in enumerate(self._metas):
@@ -216,10 +230,10 @@ class FactoredGrads:
             leaves.append(out)
         return self._tree(leaves)
 
-    def __iter__(self) -> "Iterator[FactoredGrads]":
+    def __iter__(self) -> "Iterator[FactoredGrads[P]]":
         return (self[i] for i in range(self._n))
 
-    def __getitem__(self, index: Any) -> "FactoredGrads":
+    def __getitem__(self, index: Any) -> "FactoredGrads[P]":
         """The gradients of some samples: an int (kept as one sample), a slice, indices or a mask."""
         chosen = self._chosen(index)
         position = torch.arange(self._n, device=chosen.device)
@@ -256,7 +270,7 @@ class FactoredGrads:
             )
         return chosen.reshape(-1)
 
-    def to(self, device: Any) -> "FactoredGrads":
+    def to(self, device: Any) -> "FactoredGrads[P]":
         """The same on another device."""
         moved = [block.without_graph().each(lambda t: t.to(device)) for block in self._blocks]
         metas = [m._replace(device=torch.device(device)) for m in self._metas]
@@ -265,7 +279,7 @@ class FactoredGrads:
 
     # ---- copies and files ---------------------------------------------------------------------------------
 
-    def __copy__(self) -> "FactoredGrads":
+    def __copy__(self) -> "FactoredGrads[P]":
         return self  # nobody can change it
 
     def __getstate__(self) -> dict[str, Any]:
@@ -313,7 +327,7 @@ class _Compact:
         return self.known[key]
 
 
-def concat(parts: Iterable[FactoredGrads]) -> FactoredGrads:
+def concat(parts: Iterable[FactoredGrads[P]]) -> FactoredGrads[P]:
     """The samples of several FactoredGrads of the same params, behind one another.
 
     >>> fn = lambda w, x: (w * x).sum()

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple, overload
 
 import optree
 import torch
@@ -12,11 +12,10 @@ from torch import Tensor
 
 from . import _chunk, _engine, _problem
 from . import _functorch as ft
-from ._api import Randomness, check_step, composed, step_of
+from ._api import check_step, composed, step_of
 from ._errors import ArgumentError, ArgumentTypeError, FallbackWarning, place_of
 from ._factored import (
     FactoredGrads,
-    Nonfinite,
     add_sums,
     blocks_joined,
     bounds_of,
@@ -30,12 +29,13 @@ from ._factors import flat
 from ._hooks import uncompiled
 from ._memory import Run, Work
 from ._problem import Problem, generators, rewind
+from ._types import Nonfinite, P, Randomness
 
 
 @uncompiled
 def factored_grads(
     fn: Callable[..., Any],
-    params: Any,
+    params: P,
     batch: Any,
     *,
     in_dims: Any = 0,
@@ -43,7 +43,7 @@ def factored_grads(
     chunk_size: int | None = None,
     max_bytes: int | None = None,
     randomness: Randomness = "different",
-) -> FactoredGrads:
+) -> FactoredGrads[P]:
     """Per-sample gradients that are not written out, to ask any number of questions of.
 
     >>> model = torch.nn.Linear(100, 50)
@@ -94,6 +94,68 @@ def _own(fg: FactoredGrads, problem: Problem) -> FactoredGrads:
 
     blocks = [block.each(owned) for block in fg._blocks]
     return FactoredGrads(tuple(blocks), fg._metas, fg._spec, fg._n, fg.values, fg.aux)
+
+
+@overload
+def per_sample_norms(
+    fn: Callable[..., Any],
+    params: P,
+    batch: Any,
+    *,
+    per_param: Literal[False] = False,
+    valid: Tensor | None = None,
+    differentiable: bool = False,
+    in_dims: Any = 0,
+    has_aux: Literal[False] = False,
+    chunk_size: int | None = None,
+    max_bytes: int | None = None,
+    randomness: Randomness = "different",
+) -> Tensor: ...
+@overload
+def per_sample_norms(
+    fn: Callable[..., Any],
+    params: P,
+    batch: Any,
+    *,
+    per_param: Literal[True],
+    valid: Tensor | None = None,
+    differentiable: bool = False,
+    in_dims: Any = 0,
+    has_aux: Literal[False] = False,
+    chunk_size: int | None = None,
+    max_bytes: int | None = None,
+    randomness: Randomness = "different",
+) -> P: ...
+@overload
+def per_sample_norms(
+    fn: Callable[..., Any],
+    params: P,
+    batch: Any,
+    *,
+    per_param: Literal[False] = False,
+    valid: Tensor | None = None,
+    differentiable: bool = False,
+    in_dims: Any = 0,
+    has_aux: Literal[True],
+    chunk_size: int | None = None,
+    max_bytes: int | None = None,
+    randomness: Randomness = "different",
+) -> tuple[Tensor, Any]: ...
+@overload
+def per_sample_norms(
+    fn: Callable[..., Any],
+    params: P,
+    batch: Any,
+    *,
+    per_param: bool = False,
+    valid: Tensor | None = None,
+    differentiable: bool = False,
+    in_dims: Any = 0,
+    has_aux: bool = False,
+    chunk_size: int | None = None,
+    max_bytes: int | None = None,
+    randomness: Randomness = "different",
+) -> Any: ...
 
 
 @uncompiled
@@ -198,6 +260,36 @@ def _looped_grads(problem: Problem) -> tuple[list[Tensor], _engine.Outcome]:
         rows.append(torch.autograd.grad(loss, params, create_graph=True, materialize_grads=True))
         outcomes.append(_engine.Outcome(loss.detach()[None].clone(), [a[None].clone() for a in aux], spec))
     return [torch.stack(column) for column in zip(*rows, strict=True)], _engine.join(outcomes)
+
+
+@overload
+def weighted_grad(
+    fn: Callable[..., Any],
+    params: P,
+    batch: Any,
+    weights: Tensor | Callable[[Tensor], Tensor],
+    *,
+    valid: Tensor | None = None,
+    in_dims: Any = 0,
+    has_aux: Literal[False] = False,
+    chunk_size: int | None = None,
+    max_bytes: int | None = None,
+    randomness: Randomness = "different",
+) -> P: ...
+@overload
+def weighted_grad(
+    fn: Callable[..., Any],
+    params: P,
+    batch: Any,
+    weights: Tensor | Callable[[Tensor], Tensor],
+    *,
+    valid: Tensor | None = None,
+    in_dims: Any = 0,
+    has_aux: Literal[True],
+    chunk_size: int | None = None,
+    max_bytes: int | None = None,
+    randomness: Randomness = "different",
+) -> tuple[P, Any]: ...
 
 
 @uncompiled
@@ -315,12 +407,44 @@ def _weighted(
     return totals, _chunk.joined(problem, outcomes)
 
 
-class ClippedGrad(NamedTuple):
+class ClippedGrad(NamedTuple, Generic[P]):
     """What `clipped_grad` gives."""
 
-    grad: Any  # the sum of the clipped gradients, a pytree like params
+    grad: P  # the sum of the clipped gradients, a pytree like params
     norms: Any  # (N,) before clipping; a pytree of them like max_norm where that is one
     values: Tensor  # (N,) losses
+
+
+@overload
+def clipped_grad(
+    fn: Callable[..., Any],
+    params: P,
+    batch: Any,
+    max_norm: Any,
+    *,
+    nonfinite: Nonfinite = "raise",
+    valid: Tensor | None = None,
+    in_dims: Any = 0,
+    has_aux: Literal[False] = False,
+    chunk_size: int | None = None,
+    max_bytes: int | None = None,
+    randomness: Randomness = "different",
+) -> ClippedGrad[P]: ...
+@overload
+def clipped_grad(
+    fn: Callable[..., Any],
+    params: P,
+    batch: Any,
+    max_norm: Any,
+    *,
+    nonfinite: Nonfinite = "raise",
+    valid: Tensor | None = None,
+    in_dims: Any = 0,
+    has_aux: Literal[True],
+    chunk_size: int | None = None,
+    max_bytes: int | None = None,
+    randomness: Randomness = "different",
+) -> tuple[ClippedGrad[P], Any]: ...
 
 
 @uncompiled
@@ -454,6 +578,36 @@ def _clipped_in_two(
     return _weighted(problem, w, step, states)[0], [whole], _chunk.joined(problem, outcomes), finite is None
 
 
+@overload
+def gram(
+    fn: Callable[..., Any],
+    params: P,
+    batch: Any,
+    other: Any = None,
+    *,
+    valid: Tensor | None = None,
+    in_dims: Any = 0,
+    has_aux: Literal[False] = False,
+    chunk_size: int | None = None,
+    max_bytes: int | None = None,
+    randomness: Randomness = "different",
+) -> Tensor: ...
+@overload
+def gram(
+    fn: Callable[..., Any],
+    params: P,
+    batch: Any,
+    other: Any = None,
+    *,
+    valid: Tensor | None = None,
+    in_dims: Any = 0,
+    has_aux: Literal[True],
+    chunk_size: int | None = None,
+    max_bytes: int | None = None,
+    randomness: Randomness = "different",
+) -> tuple[Tensor, Any]: ...
+
+
 @uncompiled
 def gram(
     fn: Callable[..., Any],
@@ -564,16 +718,44 @@ def _crossed(problem: Problem, second: Problem | None, step: int) -> tuple[Tenso
     return out, outcomes
 
 
-class GradStats(NamedTuple):
+class GradStats(NamedTuple, Generic[P]):
     """What `grad_stats` gives."""
 
-    mean: Any  # a pytree like params
-    variance: Any  # a pytree like params
+    mean: P  # a pytree like params
+    variance: P  # a pytree like params
     sq_norms: Tensor  # (N,)
     values: Tensor  # (N,) losses
     trace: Tensor  # tr(S)
     sq_mean: Tensor  # |G|^2
     noise_scale: Tensor  # tr(S) / |G|^2
+
+
+@overload
+def grad_stats(
+    fn: Callable[..., Any],
+    params: P,
+    batch: Any,
+    *,
+    valid: Tensor | None = None,
+    in_dims: Any = 0,
+    has_aux: Literal[False] = False,
+    chunk_size: int | None = None,
+    max_bytes: int | None = None,
+    randomness: Randomness = "different",
+) -> GradStats[P]: ...
+@overload
+def grad_stats(
+    fn: Callable[..., Any],
+    params: P,
+    batch: Any,
+    *,
+    valid: Tensor | None = None,
+    in_dims: Any = 0,
+    has_aux: Literal[True],
+    chunk_size: int | None = None,
+    max_bytes: int | None = None,
+    randomness: Randomness = "different",
+) -> tuple[GradStats[P], Any]: ...
 
 
 @uncompiled

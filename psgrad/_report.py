@@ -19,6 +19,7 @@ from ._op_loop import Unlooped
 from ._param import Param, Source
 from ._plan import Plan
 from ._problem import Problem
+from ._types import Randomness
 
 
 class Row(NamedTuple):
@@ -151,7 +152,7 @@ def explain(
     in_dims: Any = 0,
     has_aux: bool = False,
     max_bytes: int | None = None,
-    randomness: str = "different",
+    randomness: Randomness = "different",
 ) -> Report:
     """What `per_sample_grads(fn, params, batch)` will do with every parameter, before it does it.
 
