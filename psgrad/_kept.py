@@ -20,6 +20,7 @@ from . import _functorch as ft
 from ._factors import Dense, Factor, Outer, Rows, Tied, norm_of_norms, wide
 from ._param import Region, whole_region
 from ._patches import Patches
+from ._pullback import pull_rows, pull_sums
 
 
 class Term(NamedTuple):
@@ -203,27 +204,23 @@ class Pulled(Factor):
         sizes = [sum(v.nbytes for v in self.values), self.root.nbytes]  # a small matrix may make a large one
         return super().tiles(max(sizes) if bytes_each is None else bytes_each)
 
-    def _pull(self, grads: list[Tensor], batched: bool) -> Tensor:
+    def _pull(self, pull: Callable[..., list[Tensor | None]], grads: list[Tensor]) -> Tensor:
         with torch.inference_mode(False):
-            grads = [g.clone() if g.is_inference() else g for g in grads]
-            pulled: Any = torch.autograd.grad(
-                self.values, self.root, grads, is_grads_batched=batched, retain_graph=True, allow_unused=True
-            )
-        assert pulled[0] is not None, "a function of a parameter does not reach it; please report this"
-        result: Tensor = pulled[0]
-        return result
+            (pulled,) = pull(self.values, [self.root], [g.clone() if g.is_inference() else g for g in grads])
+        assert pulled is not None, "a function of a parameter does not reach it; please report this"
+        return pulled
 
     def dense(self, out: Tensor | None = None) -> Tensor:
         n = len(self)
         rows = [
             kept.dense(value.new_empty(n, *value.shape)) for kept, value in zip(self.kept, self.values, strict=True)
         ]
-        grads = self._pull(rows, True)
+        grads = self._pull(pull_rows, rows)
         return grads if out is None else out.copy_(grads)
 
     def weighted_sum(self, w: Tensor | None = None) -> Tensor:
-        sums = [k.weighted_sum(w).to(value.dtype) for k, value in zip(self.kept, self.values, strict=True)]
-        return self._pull(sums, False).to(wide(self.root.dtype))
+        sums = [kept.weighted_sum(w) for kept in self.kept]
+        return self._pull(pull_sums, sums).to(wide(self.root.dtype))
 
 
 def _without_graph(factor: Factor) -> Factor:

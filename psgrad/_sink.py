@@ -11,6 +11,7 @@ from ._errors import ArgumentError
 from ._factors import Dense, Factor, Outer, wide
 from ._kept import Kept, Pulled, Term, grouped, upright
 from ._param import Param, Region, Source
+from ._pullback import pull_rows, pull_sums
 
 
 class DenseSink:
@@ -46,8 +47,7 @@ class DenseSink:
         rows = [self.grads.pop(source.index) for source in derived]
         values = [source.traced() for source in derived]
         traced = [source.traced() for source in roots]
-        pulled = torch.autograd.grad(values, traced, rows, is_grads_batched=True, allow_unused=True)
-        for source, grads in zip(roots, pulled, strict=True):
+        for source, grads in zip(roots, pull_rows(values, traced, rows), strict=True):
             if grads is not None:
                 self.add_dense(source, grads)
 
@@ -264,8 +264,8 @@ class SumSink:
     def pull(self, derived: Sequence[Source], roots: Sequence[Source]) -> None:
         """Sums for functions of parameters, passed on to the parameters."""
         values, traced = [s.traced() for s in derived], [s.traced() for s in roots]
-        sums = [self.sums.pop(s.index).to(v.dtype) for s, v in zip(derived, values, strict=True)]
-        for source, grad in zip(roots, torch.autograd.grad(values, traced, sums, allow_unused=True), strict=True):
+        sums = [self.sums.pop(s.index) for s in derived]
+        for source, grad in zip(roots, pull_sums(values, traced, sums), strict=True):
             if grad is not None:
                 shape = source.value.shape
                 own = grad.to(wide(grad.dtype), copy=True)  # autograd may hand out one tensor twice

@@ -441,3 +441,38 @@ def test_ddp_stands_for_its_module():
     assert list(params) == list(want)
     batch = torch.randn(5, 3), torch.randn(5, 2)
     torch.testing.assert_close(psgrad.per_sample_grads(fn, params, batch), psgrad.per_sample_grads(own, want, batch))
+
+
+# ---- sums behind a cast -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [1.0, 3e4])
+@pytest.mark.parametrize("chunk_size", [None, 7])
+def test_sums_behind_a_cast_are_taken_in_float32(dtype, scale, chunk_size):
+    def fn(p, s):
+        return (F.linear(s.to(dtype), p.to(dtype)).float() * W(3).float()).sum()
+
+    p, s = torch.randn(3, 4, dtype=torch.float32), torch.rand(40, 4, dtype=torch.float32) + 1
+    rows = (
+        W(3).to(dtype).double()[:, None] * s.to(dtype).double()[:, None, :]
+    )  # factors in half precision, products not
+    w = (torch.rand(40) * scale).float()
+    close = {"rtol": 1e-5, "atol": 1e-6 * scale}
+    want = (rows * w.double()[:, None, None]).sum(0).float()
+    found = psgrad.weighted_grad(fn, p, s, w, chunk_size=chunk_size)
+    assert not torch.equal(found, found.to(dtype).float())  # weights are in the backward, the sum is not rounded
+    torch.testing.assert_close(found, want, rtol=1e-2, atol=0)
+    if chunk_size is None:
+        torch.testing.assert_close(psgrad.weighted_grad(fn, p, s, lambda _: w), want, **close)
+    torch.testing.assert_close(psgrad.factored_grads(fn, p, s, chunk_size=chunk_size).weighted_sum(w), want, **close)
+    bound = 1.5
+    clipped = (rows * (bound / rows.flatten(1).norm(dim=1)).clamp(max=1)[:, None, None]).sum(0).float()
+    found = psgrad.clipped_grad(fn, p, s, bound, chunk_size=chunk_size).grad
+    torch.testing.assert_close(found, clipped, rtol=1e-3, atol=0)  # norms are of gradients in half precision
+    assert not torch.equal(found, found.to(dtype).float())
+
+
+def test_a_function_of_a_parameter_whose_backward_vmap_refuses():
+    fn = lambda p, s: (F.pad(p, (1, 1, 1, 1), mode="circular") * s).sum() ** 2
+    exact(fn, torch.randn(1, 2, 3, 3), torch.randn(4, 1, 2, 5, 5))
