@@ -456,7 +456,7 @@ def test_sums_behind_a_cast_are_taken_in_float32(dtype, scale, chunk_size):
     p, s = torch.randn(3, 4, dtype=torch.float32), torch.rand(40, 4, dtype=torch.float32) + 1
     rows = (
         W(3).to(dtype).double()[:, None] * s.to(dtype).double()[:, None, :]
-    )  # factors in half precision, products not
+    )  # products are not in half precision
     w = (torch.rand(40) * scale).float()
     close = {"rtol": 1e-5, "atol": 1e-6 * scale}
     want = (rows * w.double()[:, None, None]).sum(0).float()
