@@ -95,8 +95,9 @@ def per_sample_grads(
         has_aux: `fn` returns `(loss, aux)`; aux comes back with a leading sample axis.
         return_value: the losses come back too.
         chunk_size: how many samples to run at once; None runs all.
-        max_bytes: a bound on what the call allocates beyond its inputs and its result; the chunk size is
-            worked out from shapes. Inside a torch.func transform it has no effect.
+        max_bytes: a bound on what the call allocates beyond its inputs and its result. The chunk size is worked out
+            from shapes, once for samples of a shape: keep `fn` from call to call. Inside a torch.func transform it
+            has no effect.
         randomness: "different": each sample draws its own random numbers; "same": all share one draw;
             "error": drawing is refused.
         out: a pytree of tensors like the result, written in place and returned; saves the allocation,
@@ -137,14 +138,17 @@ def per_sample_grads(
 
 
 def step_of(
-    problem: Problem, chunk_size: int | None, max_bytes: int | None, work: Callable[[Problem], _memory.Work]
+    problem: Problem,
+    chunk_size: int | None,
+    max_bytes: int | None,
+    work: Callable[[Problem], _memory.Work],
 ) -> int:
     """How many samples to run at once."""
     if chunk_size is None and max_bytes is None:
         return problem.n
     check_step(chunk_size, max_bytes)
     if max_bytes is not None and problem.n > 0 and ft.current_level() is None:
-        return _memory.chunk_size(problem, max_bytes, work(problem))
+        return _memory.chunk_size(problem, max_bytes, work)
     return min(chunk_size or problem.n, problem.n)
 
 

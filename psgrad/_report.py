@@ -179,7 +179,6 @@ def explain(
     problem = _problem.make(
         fn, params, batch, in_dims=in_dims, randomness=randomness, has_aux=has_aux, frugal=max_bytes is not None
     )
-    work = grads_work(problem)
     note, scale, size = "", 1, sum(p.numel() for p in problem.params)
     if problem.n == 0:
         return Report((), (), 0, size, 0, 0, None, "no samples: nothing runs")
@@ -205,8 +204,8 @@ def explain(
         problem.n,
         size,
         problem.n * sum(p.numel() * p.element_size() for p in problem.params),
-        _memory.peak_bytes(problem, problem.n, work),
-        None if max_bytes is None else _memory.chunk_size(problem, max_bytes, work),
+        _memory.peak_bytes(problem, problem.n, grads_work(problem)),
+        None if max_bytes is None else _memory.chunk_size(problem, max_bytes, grads_work),
         note,
         looped,
     )
