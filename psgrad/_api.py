@@ -28,7 +28,7 @@ def per_sample_grads(
     has_aux: Literal[False] = False,
     return_value: Literal[False] = False,
     chunk_size: int | None = None,
-    max_bytes: int | None = None,
+    max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     out: P | None = None,
 ) -> P: ...
@@ -42,7 +42,7 @@ def per_sample_grads(
     has_aux: bool = False,
     return_value: bool = False,
     chunk_size: int | None = None,
-    max_bytes: int | None = None,
+    max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     out: P | None = None,
 ) -> tuple[P, Any]: ...
@@ -58,7 +58,7 @@ def per_sample_grads(
     has_aux: bool = False,
     return_value: bool = False,
     chunk_size: int | None = None,
-    max_bytes: int | None = None,
+    max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     out: Any = None,
 ) -> Any:
@@ -95,9 +95,10 @@ def per_sample_grads(
         has_aux: `fn` returns `(loss, aux)`; aux comes back with a leading sample axis.
         return_value: the losses come back too.
         chunk_size: how many samples to run at once; None runs all.
-        max_bytes: a bound on what the call allocates beyond its inputs and its result. The chunk size is worked out
-            from shapes, once for samples of a shape: keep `fn` from call to call. Inside a torch.func transform it
-            has no effect.
+        max_bytes: a bound on what the call allocates beyond its inputs and its result: bytes, a size such as
+            "500MB" or "1.5GiB", or a fraction, such as 0.5, of what the params' device has free at the call. The
+            chunk size is worked out from shapes, once for samples of a shape: keep `fn` from call to call.
+            Inside a torch.func transform it has no effect.
         randomness: "different": each sample draws its own random numbers; "same": all share one draw;
             "error": drawing is refused.
         out: a pytree of tensors like the result, written in place and returned; saves the allocation,
@@ -140,24 +141,25 @@ def per_sample_grads(
 def step_of(
     problem: Problem,
     chunk_size: int | None,
-    max_bytes: int | None,
+    max_bytes: int | float | str | None,
     work: Callable[[Problem], _memory.Work],
 ) -> int:
     """How many samples to run at once."""
     if chunk_size is None and max_bytes is None:
         return problem.n
-    check_step(chunk_size, max_bytes)
-    if max_bytes is not None and problem.n > 0 and ft.current_level() is None:
-        return _memory.chunk_size(problem, max_bytes, work)
+    bound = check_step(problem, chunk_size, max_bytes)
+    if bound is not None and problem.n > 0 and ft.current_level() is None:
+        return _memory.chunk_size(problem, bound, work)
     return min(chunk_size or problem.n, problem.n)
 
 
-def check_step(chunk_size: int | None, max_bytes: int | None) -> None:
-    """The two options that say how many samples to run at once."""
+def check_step(problem: Problem, chunk_size: int | None, max_bytes: int | float | str | None) -> int | None:
+    """The two options that say how many samples to run at once, checked; and the bound in bytes."""
     _problem.check_positive("chunk_size", chunk_size)
-    _problem.check_positive("max_bytes", max_bytes)
-    if chunk_size is not None and max_bytes is not None:
+    bound = _memory.bytes_of(max_bytes, problem.params)
+    if chunk_size is not None and bound is not None:
         raise ArgumentError("chunk_size and max_bytes are both given\n  give one: max_bytes works out a chunk size.")
+    return bound
 
 
 def _buffers(out: Any, problem: Problem) -> list[Tensor]:

@@ -3,11 +3,13 @@
 import contextlib
 import functools
 import logging
+import os
+import re
 import threading
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,7 +23,7 @@ from . import _engine
 from ._errors import ArgumentError, PsgradError
 from ._intercept import Diverged
 from ._op_loop import Unlooped
-from ._problem import Problem
+from ._problem import Problem, check_positive
 from ._scratch import scratch
 
 Run = Callable[[Problem, Callable[[Problem], Any], Callable[[Any], None]], None]  # `_engine.run`, or a stand-in
@@ -152,6 +154,62 @@ def peak_bytes(problem: Problem, n: int, work: Work, parted: bool = False) -> in
             one = _peak(_first(problem, 1), work, run)
             two = _peak(_first(problem, 2), work, run) if n > 1 and problem.n > 1 else one
         return max(0, one + (n - 1) * max(two - one, 0) - whole) + n * (work.result if parted else 0)
+
+
+# ---- a bound as people write it ----------------------------------------------------------------------------
+
+_SIZE = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*(b|[kmgt]i?b)\s*", re.IGNORECASE)
+_POWERS = {letter: power for power, letter in enumerate("bkmgt")}
+
+
+def bytes_of(max_bytes: int | float | str | None, params: Sequence[Tensor]) -> int | None:
+    """`max_bytes` as a number: it may be a size such as "1.5GiB", or a fraction of what the params' devices have free.
+
+    What a fraction gives is rounded down to its five leading bits: free memory changes a little from call to call,
+    and each new bound would have to be planned for.
+    """
+    if isinstance(max_bytes, float) and 0 < max_bytes < 1:
+        size = int(max_bytes * min(_free(device, max_bytes) for device in {p.device for p in params}))
+        rest = max(0, size.bit_length() - 5)
+        return max(1, size >> rest << rest)
+    if isinstance(max_bytes, str) and any(map(str.isalpha, max_bytes)):
+        found = _SIZE.fullmatch(max_bytes)
+        number, unit = found.groups() if found else ("0", "b")
+        base: int = 1024 if len(unit) == 3 else 1000
+        size = round(float(number) * float(base ** _POWERS[unit[0].lower()]))
+        if size < 1:
+            raise ArgumentError(
+                f"max_bytes={max_bytes!r} is not a positive size\n"
+                '  give a number and a unit, such as "500MB" or "1.5GiB", or a positive int.'
+            )
+        return size
+    check_positive("max_bytes", max_bytes)
+    assert max_bytes is None or isinstance(max_bytes, int)
+    return max_bytes
+
+
+def _free(device: torch.device, fraction: float) -> int:
+    """Bytes that `device` has free."""
+    with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError, StopIteration):
+        return _free_for_processes() if device.type == "cpu" else _free_for_tensors(device)
+    raise ArgumentError(
+        f"max_bytes={fraction!r} is a fraction of the free memory, which is not known for device {device}\n"
+        '  give a size, such as "2GB".'
+    )
+
+
+def _free_for_processes() -> int:
+    """Bytes that the system can give to processes without swapping, where it says so."""
+    with contextlib.suppress(OSError, StopIteration), open("/proc/meminfo") as lines:
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _free_for_tensors(device: torch.device) -> int:
+    """Bytes that a device has free, and those that torch keeps there for its next tensors."""
+    memory: Any = torch.get_device_module(device)
+    free: int = memory.mem_get_info(device)[0]
+    return free + int(memory.memory_reserved(device) - memory.memory_allocated(device))
 
 
 # ---- the choice of a chunk size ----------------------------------------------------------------------------

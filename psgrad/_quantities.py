@@ -41,7 +41,7 @@ def factored_grads(
     in_dims: Any = 0,
     has_aux: bool = False,
     chunk_size: int | None = None,
-    max_bytes: int | None = None,
+    max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
 ) -> FactoredGrads[P]:
     """Per-sample gradients that are not written out, to ask any number of questions of.
@@ -108,7 +108,7 @@ def per_sample_norms(
     in_dims: Any = 0,
     has_aux: Literal[False] = False,
     chunk_size: int | None = None,
-    max_bytes: int | None = None,
+    max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
 ) -> Tensor: ...
 @overload
@@ -123,7 +123,7 @@ def per_sample_norms(
     in_dims: Any = 0,
     has_aux: Literal[False] = False,
     chunk_size: int | None = None,
-    max_bytes: int | None = None,
+    max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
 ) -> P: ...
 @overload
@@ -138,7 +138,7 @@ def per_sample_norms(
     in_dims: Any = 0,
     has_aux: Literal[True],
     chunk_size: int | None = None,
-    max_bytes: int | None = None,
+    max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
 ) -> tuple[Tensor, Any]: ...
 @overload
@@ -153,7 +153,7 @@ def per_sample_norms(
     in_dims: Any = 0,
     has_aux: bool = False,
     chunk_size: int | None = None,
-    max_bytes: int | None = None,
+    max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
 ) -> Any: ...
 
@@ -170,7 +170,7 @@ def per_sample_norms(
     in_dims: Any = 0,
     has_aux: bool = False,
     chunk_size: int | None = None,
-    max_bytes: int | None = None,
+    max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
 ) -> Any:
     """The norm of every sample's gradient, at about the price of one backward pass.
@@ -213,7 +213,7 @@ def per_sample_norms(
             "differentiable=True, but no leaf of params or batch requires grad\n  call requires_grad_() on some first."
         )
     if attached:
-        check_step(chunk_size, max_bytes)
+        check_step(problem, chunk_size, max_bytes)
         norms, outcome = _attached_norms(problem, min(chunk_size or problem.n, problem.n), per_param)
     else:
         step = step_of(problem, chunk_size, max_bytes, _chunk.work("norms", _chunk.norms))
@@ -273,7 +273,7 @@ def weighted_grad(
     in_dims: Any = 0,
     has_aux: Literal[False] = False,
     chunk_size: int | None = None,
-    max_bytes: int | None = None,
+    max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
 ) -> P: ...
 @overload
@@ -287,7 +287,7 @@ def weighted_grad(
     in_dims: Any = 0,
     has_aux: Literal[True],
     chunk_size: int | None = None,
-    max_bytes: int | None = None,
+    max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
 ) -> tuple[P, Any]: ...
 
@@ -303,7 +303,7 @@ def weighted_grad(
     in_dims: Any = 0,
     has_aux: bool = False,
     chunk_size: int | None = None,
-    max_bytes: int | None = None,
+    max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
 ) -> Any:
     """The sum over n of weights[n] times the gradient of sample n.
@@ -427,7 +427,7 @@ def clipped_grad(
     in_dims: Any = 0,
     has_aux: Literal[False] = False,
     chunk_size: int | None = None,
-    max_bytes: int | None = None,
+    max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
 ) -> ClippedGrad[P]: ...
 @overload
@@ -442,7 +442,7 @@ def clipped_grad(
     in_dims: Any = 0,
     has_aux: Literal[True],
     chunk_size: int | None = None,
-    max_bytes: int | None = None,
+    max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
 ) -> tuple[ClippedGrad[P], Any]: ...
 
@@ -459,7 +459,7 @@ def clipped_grad(
     in_dims: Any = 0,
     has_aux: bool = False,
     chunk_size: int | None = None,
-    max_bytes: int | None = None,
+    max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
 ) -> Any:
     """The sum of the per-sample gradients, each scaled down to norm `max_norm` where it is larger.
@@ -558,7 +558,7 @@ def _clipped(
 
 
 def _clipped_in_two(
-    problem: Problem, bound: Any, nonfinite: str, max_bytes: int
+    problem: Problem, bound: Any, nonfinite: str, max_bytes: int | float | str
 ) -> tuple[list[Tensor | None], list[Tensor], _engine.Outcome, bool]:
     """The same by two passes: norms, then the gradient of the weighted losses. Both draw the same numbers."""
 
@@ -589,7 +589,7 @@ def gram(
     in_dims: Any = 0,
     has_aux: Literal[False] = False,
     chunk_size: int | None = None,
-    max_bytes: int | None = None,
+    max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
 ) -> Tensor: ...
 @overload
@@ -603,7 +603,7 @@ def gram(
     in_dims: Any = 0,
     has_aux: Literal[True],
     chunk_size: int | None = None,
-    max_bytes: int | None = None,
+    max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
 ) -> tuple[Tensor, Any]: ...
 
@@ -619,7 +619,7 @@ def gram(
     in_dims: Any = 0,
     has_aux: bool = False,
     chunk_size: int | None = None,
-    max_bytes: int | None = None,
+    max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
 ) -> Any:
     """Inner products of per-sample gradients: (N, N), or (N, M) with those of another batch.
@@ -740,7 +740,7 @@ def grad_stats(
     in_dims: Any = 0,
     has_aux: Literal[False] = False,
     chunk_size: int | None = None,
-    max_bytes: int | None = None,
+    max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
 ) -> GradStats[P]: ...
 @overload
@@ -753,7 +753,7 @@ def grad_stats(
     in_dims: Any = 0,
     has_aux: Literal[True],
     chunk_size: int | None = None,
-    max_bytes: int | None = None,
+    max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
 ) -> tuple[GradStats[P], Any]: ...
 
@@ -768,7 +768,7 @@ def grad_stats(
     in_dims: Any = 0,
     has_aux: bool = False,
     chunk_size: int | None = None,
-    max_bytes: int | None = None,
+    max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
 ) -> Any:
     """Mean and variance of the per-sample gradients, and the gradient noise scale.

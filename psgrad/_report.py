@@ -151,7 +151,7 @@ def explain(
     *,
     in_dims: Any = 0,
     has_aux: bool = False,
-    max_bytes: int | None = None,
+    max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
 ) -> Report:
     """What `per_sample_grads(fn, params, batch)` will do with every parameter, before it does it.
@@ -175,10 +175,10 @@ def explain(
     Returns:
         A `Report`: print it, display it in a notebook, or read its `rows`.
     """
-    _problem.check_positive("max_bytes", max_bytes)
     problem = _problem.make(
         fn, params, batch, in_dims=in_dims, randomness=randomness, has_aux=has_aux, frugal=max_bytes is not None
     )
+    bound = _memory.bytes_of(max_bytes, problem.params)
     note, scale, size = "", 1, sum(p.numel() for p in problem.params)
     if problem.n == 0:
         return Report((), (), 0, size, 0, 0, None, "no samples: nothing runs")
@@ -205,7 +205,7 @@ def explain(
         size,
         problem.n * sum(p.numel() * p.element_size() for p in problem.params),
         _memory.peak_bytes(problem, problem.n, grads_work(problem)),
-        None if max_bytes is None else _memory.chunk_size(problem, max_bytes, grads_work),
+        None if bound is None else _memory.chunk_size(problem, bound, grads_work),
         note,
         looped,
     )

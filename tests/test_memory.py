@@ -149,6 +149,102 @@ def test_max_bytes_holds_for_what_the_process_takes() -> None:
         assert 0.4 * bound < peak <= 1.1 * bound + FLOOR
 
 
+# ---- a bound as people write it ----------------------------------------------------------------------------
+
+PARAMS = [torch.zeros(1)]
+
+
+@pytest.mark.parametrize(
+    ("given", "want"),
+    [
+        (None, None),
+        (7, 7),
+        ("7B", 7),
+        ("500MB", 500 * 10**6),
+        ("2GB", 2 * 10**9),
+        ("2 gb", 2 * 10**9),
+        (" 1.5GiB ", 3 << 29),
+        ("1.5gib", 3 << 29),
+        (".5 KiB", 512),
+        ("3.kB", 3000),
+        ("0.29GB", 290 * 10**6),  # 0.29 * 10**9 is a little less
+        ("1TB", 10**12),
+        ("1TiB", 1 << 40),
+    ],
+)
+def test_sizes(given: Any, want: Any) -> None:
+    assert _memory.bytes_of(given, PARAMS) == want
+
+
+@pytest.mark.parametrize(
+    "given", ["two GB", "2XB", "GB", "2 G", "-2GB", "0GB", "0.1B", "1e3MB", "2GB 3MB", "nan GB", "2iB"]
+)
+def test_strings_that_are_no_sizes(given: str) -> None:
+    with pytest.raises(psgrad.ArgumentError) as error:
+        _memory.bytes_of(given, PARAMS)
+    assert str(error.value) == (
+        f"max_bytes={given!r} is not a positive size\n"
+        '  give a number and a unit, such as "500MB" or "1.5GiB", or a positive int.'
+    )
+
+
+@pytest.mark.parametrize("given", [0, -1, True, 0.0, 1.0, 1.5, -0.5, float("nan"), float("inf"), "2", "", [1]])
+def test_values_that_are_no_bounds(given: Any) -> None:
+    with pytest.raises(psgrad.ArgumentError) as error:
+        _memory.bytes_of(given, PARAMS)
+    assert str(error.value) == f"max_bytes={given!r} is not a positive int\n  give one, or None for no bound."
+
+
+@pytest.mark.parametrize(("free", "want"), [(2000, 992), (2050, 1024), (40, 20), (1, 1)])
+def test_a_fraction_of_free_memory(free: int, want: int) -> None:
+    """Rounded down to five bits, so that a little more or less is the same bound."""
+    with mock.patch.object(_memory, "_free_for_processes", return_value=free):
+        assert _memory.bytes_of(0.5, PARAMS) == want
+
+
+@pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="Linux says how much memory is free")
+def test_the_free_memory_of_a_cpu() -> None:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    told = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    assert 0.8 * told < _memory._free_for_processes() < 1.25 * told
+
+
+def test_the_free_memory_of_a_cpu_where_nothing_but_sysconf_tells() -> None:
+    pages = {"SC_AVPHYS_PAGES": 100, "SC_PAGE_SIZE": 4096}
+    with (
+        mock.patch("builtins.open", side_effect=FileNotFoundError),
+        mock.patch.object(os, "sysconf", side_effect=pages.__getitem__),
+    ):
+        assert _memory._free_for_processes() == 409600
+
+
+def test_the_free_memory_of_another_device() -> None:
+    """What torch keeps there for its next tensors is free, too: it would count as taken after the first call."""
+    gpu = SimpleNamespace(
+        mem_get_info=lambda _: (1000, 9000), memory_reserved=lambda _: 500, memory_allocated=lambda _: 200
+    )
+    with mock.patch.object(torch, "get_device_module", return_value=gpu):
+        assert _memory._free(torch.device("cuda:1"), 0.5) == 1300
+    two: Any = [SimpleNamespace(device=torch.device("cuda:0")), SimpleNamespace(device=torch.device("cuda:1"))]
+    with mock.patch.object(_memory, "_free", side_effect=lambda device, _: 64 if device.index else 640):
+        assert _memory.bytes_of(0.25, two) == 16  # the one that has less
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta", "mps"])
+def test_free_memory_that_is_not_known(device: str) -> None:
+    params: Any = [SimpleNamespace(device=torch.device(device))]
+    with (
+        mock.patch.object(_memory, "_free_for_processes", side_effect=ValueError("unrecognized configuration name")),
+        mock.patch.object(torch, "get_device_module", return_value=SimpleNamespace()),
+        pytest.raises(psgrad.ArgumentError) as error,
+    ):
+        _memory.bytes_of(0.5, params)
+    assert str(error.value) == (
+        f"max_bytes=0.5 is a fraction of the free memory, which is not known for device {device}\n"
+        '  give a size, such as "2GB".'
+    )
+
+
 def weighted(fn: Any, params: Any, batch: Any, **options: Any) -> Any:
     n = len(batch) if isinstance(batch, torch.Tensor) else len(batch[0])
     return psgrad.weighted_grad(fn, params, batch, torch.ones(n), **options)
@@ -164,6 +260,18 @@ QUANTITIES: dict[str, Callable[..., Any]] = {
     "stats": psgrad.grad_stats,
     "explain": psgrad.explain,
 }
+
+
+@pytest.mark.parametrize("quantity", QUANTITIES)
+def test_every_quantity_takes_sizes_and_fractions(quantity: str) -> None:
+    x, seen = torch.randn(6, 3), list[int]()
+    with mock.patch.object(_memory, "chunk_size", side_effect=lambda _, bound, *rest: seen.append(bound) or 2):
+        for given in ("2 kB", 0.5):
+            QUANTITIES[quantity](lambda w, x: (w * x).sum() ** 2, torch.ones(3), x, max_bytes=given)
+    assert seen[0] == 2000
+    assert seen[-1] > 1 << 20
+    with pytest.raises(psgrad.ArgumentError, match="max_bytes='2 kiloB' is not a positive size"):
+        QUANTITIES[quantity](lambda w, x: (w * x).sum(), torch.ones(3), x, max_bytes="2 kiloB")
 
 
 # ---- the choice of a chunk size ----------------------------------------------------------------------------
