@@ -455,9 +455,7 @@ def test_sums_behind_a_cast_are_taken_in_float32(dtype, scale, chunk_size):
         return (F.linear(s.to(dtype), p.to(dtype)).float() * W(3).float()).sum()
 
     p, s = torch.randn(3, 4, dtype=torch.float32), torch.rand(40, 4, dtype=torch.float32) + 1
-    rows = (
-        W(3).to(dtype).double()[:, None] * s.to(dtype).double()[:, None, :]
-    )  # products are not in half precision
+    rows = W(3).to(dtype).double()[:, None] * s.to(dtype).double()[:, None, :]  # products are not in half precision
     w = (torch.rand(40) * scale).float()
     close = {"rtol": 1e-5, "atol": 1e-6 * scale}
     want = (rows * w.double()[:, None, None]).sum(0).float()
