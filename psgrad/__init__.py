@@ -13,6 +13,7 @@ from ._errors import (
     RuleError,
     UnsupportedOpError,
     UnusedParametersWarning,
+    VerificationError,
 )
 from ._factored import FactoredGrads, concat
 from ._module import from_module
@@ -27,6 +28,7 @@ from ._quantities import (
     weighted_grad,
 )
 from ._report import Report, explain
+from ._verify import Comparison, Verification, verify
 from .ops import use_rules
 
 __version__ = "0.1.0"
@@ -35,6 +37,7 @@ __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
     "ClippedGrad",
+    "Comparison",
     "FactoredGrads",
     "FallbackWarning",
     "GradStats",
@@ -43,6 +46,8 @@ __all__ = [
     "RuleError",
     "UnsupportedOpError",
     "UnusedParametersWarning",
+    "Verification",
+    "VerificationError",
     "clipped_grad",
     "concat",
     "explain",
@@ -57,5 +62,6 @@ __all__ = [
     "rules",
     "testing",
     "use_rules",
+    "verify",
     "weighted_grad",
 ]

@@ -5,7 +5,7 @@ import re
 import sys
 from functools import lru_cache
 from types import CodeType, FrameType, TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -48,6 +48,12 @@ class RuleError(PsgradError):
     """A rule that was given to `psgrad.extend.register` raised, or returned what does not fit."""
 
 
+class VerificationError(PsgradError, AssertionError):
+    """What psgrad gives differs from a plain loop over samples, or cannot be compared with one."""
+
+    comparisons: tuple[Any, ...] = ()  # all that was compared; see `Verification`
+
+
 class FallbackWarning(UserWarning):
     """The call is answered exactly, but by a slower way than a rule or vmap."""
 
@@ -62,6 +68,7 @@ _PUBLIC = (
     ArgumentTypeError,
     UnsupportedOpError,
     RuleError,
+    VerificationError,
     FallbackWarning,
     UnusedParametersWarning,
 )

@@ -75,6 +75,7 @@ def from_module(model: torch.nn.Module, loss: Callable[[Any, Any], Tensor]) -> t
                 f"parameter {name!r} of the model has no shape yet\n"
                 "  call the model once, so that its lazy modules are made."
             )
+    given = loss
     if is_composite(loss):
         loss = opened(loss)  # modes see what it is made of, without its own hand-over: 20 us
     lock = _LOCKS.setdefault(model, threading.RLock())  # two threads would see each other's parameters
@@ -104,6 +105,7 @@ def from_module(model: torch.nn.Module, loss: Callable[[Any, Any], Tensor]) -> t
                 output = model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
         return loss(output, target)
 
+    vars(fn)["psgrad_module"] = (model, given, lock)  # for `verify`, which calls them without all this
     return fn, params
 
 
