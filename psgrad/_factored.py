@@ -14,7 +14,7 @@ from torch import Tensor
 from . import _alloc, _saved
 from . import _functorch as ft
 from ._errors import ArgumentError, ArgumentTypeError
-from ._factors import cast, norm_of_norms, wide, widest
+from ._factors import NormsOfMany, cast, norm_of_norms, wide, widest
 from ._kept import Kept
 from ._problem import paths
 from ._types import Nonfinite, P
@@ -437,7 +437,8 @@ def norms_of_param(i: int, block: Block) -> Tensor | None:
 
 
 def norms_of_block(block: Block) -> Tensor | None:
-    return norm_of_all([kept.norms() for kept in block.kept])
+    many = NormsOfMany()
+    return norm_of_all([kept.norms(many) for kept in block.kept])
 
 
 def add_sums(

@@ -7,7 +7,7 @@ written once per factor type. Sums are taken in float32 at least.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache, reduce
-from math import prod
+from math import inf, prod, sqrt
 from typing import Any, TypeVar
 
 import torch
@@ -48,12 +48,90 @@ def flat(grads: Tensor) -> Tensor:
     return grads if axes == 2 else grads.flatten(1) if axes > 2 else grads[:, None]
 
 
+# So many float32 numbers have their squares added in float64. On the CPU, as more would cost more than the look at
+# values that tells whether float32 will do; elsewhere, where a look makes the host wait, to bound the copy's memory.
+_IN_FLOAT64 = 1 << 13
+_IN_FLOAT64_OFF_CPU = 1 << 22
+
+
 def norms_of(grads: Tensor) -> Tensor:
-    """Norms (N,) of gradients (N, *shape)."""
-    grads = flat(grads)
-    if grads.element_size() < 4:
-        return _vector_norm(grads, dim=1, dtype=torch.float32)
-    return _vector_norm(grads, dim=1)  # a tenth of bmm's or einsum's time
+    """Norms (N,) of gradients (N, *shape), whose squares may be beyond the dtype's range.
+
+    A gradient that is not finite has a norm that is not, one of zeros the norm 0, and either touches no other.
+    """
+    return cast(wide_norms(grads), wide(grads.dtype))
+
+
+def wide_norms(grads: Tensor) -> Tensor:
+    """The same, be it in float64."""
+    if grads.dim() != 2:
+        grads = flat(grads)
+    if grads.dtype is torch.float32 and grads.numel() <= _IN_FLOAT64 and grads.is_cpu:  # in small calls this counts
+        return _vector_norm(grads, dim=1, dtype=torch.float64)
+    return _norms_of_any(grads)
+
+
+def _norms_of_any(grads: Tensor) -> Tensor:
+    """The same of (N, P), whatever their number, dtype and device."""
+    dtype = wide(grads.dtype)
+    if grads.dtype is torch.float16:  # the squares of its numbers are in float32's range
+        return _plain_norms(grads)
+    recorded = ft.is_recorded()  # then nothing may depend on values
+    few = recorded or grads.numel() <= (_IN_FLOAT64 if grads.is_cpu else _IN_FLOAT64_OFF_CPU)
+    if few and dtype is torch.float32 and grads.device.type != "mps":  # which has no float64
+        return _vector_norm(grads, dim=1, dtype=torch.float64)
+    if recorded:
+        return _scaled_norms(grads)
+    norms = _plain_norms(grads)
+    index = _suspects(norms, _least_norm(dtype, grads.shape[1]))
+    if index is not None:
+        for some in index.split(_plan.tile(grads.shape[1] * dtype.itemsize)):
+            norms[some] = _scaled_norms(grads[some])
+    return norms
+
+
+def _plain_norms(rows: Tensor) -> Tensor:
+    """Norms (N,) of (N, P), right where the squares are in the dtype's range; a tenth of bmm's or einsum's time."""
+    if rows.element_size() < 4:
+        return _vector_norm(rows, dim=1, dtype=torch.float32)
+    return _vector_norm(rows, dim=1)
+
+
+def _least_norm(dtype: torch.dtype, p: int) -> float:
+    """The norm of P numbers above which it does not matter what their squares lose below the smallest normal number."""
+    return sqrt(p * _lost_below(dtype))
+
+
+@lru_cache
+def _lost_below(dtype: torch.dtype) -> float:
+    """Where to a number of that size an error in the smallest normal number matters."""
+    info = torch.finfo(dtype)
+    return info.tiny / info.eps
+
+
+def _suspects(t: Tensor, least: float) -> Tensor | None:
+    """The indices at which `t` (N,) is not above `least`, or not finite; None where there are none. One look."""
+    if type(t) is not Tensor or len(t) == 0:  # shapes alone have no values to look at
+        return None
+    low, high = t.aminmax()  # NaN where there is one
+    if float(low) > least and float(high) < inf:
+        return None
+    return ((t > least) & (t < inf)).logical_not_().nonzero()[:, 0]
+
+
+def _scaled_norms(rows: Tensor) -> Tensor:
+    """Norms (N,) of (N, P) by way of each row's largest number, so that no square leaves the dtype's range."""
+    rows = widened(rows)
+    if rows.shape[1] == 0:
+        return rows.new_zeros(len(rows))
+    largest = rows.abs().amax(1)
+    usual = (largest > 0) & (largest < inf)
+    return torch.where(usual, _vector_norm(rows / largest[:, None], dim=1) * largest, largest)
+
+
+def in_float64(t: Tensor) -> Tensor:
+    """`t` in float64 where the device has that."""
+    return t if t.dtype is torch.float64 or t.device.type == "mps" else t.double()
 
 
 def norm_of_norms(norms: Sequence[Tensor]) -> Tensor:
@@ -140,20 +218,29 @@ class Factor:
         found = [norms_of(part.dense()) for _, part in self.tiles()]
         return found[0] if len(found) == 1 else torch.cat(found)
 
-    def _rooted(self, squares: Tensor, parts: Tensor) -> Tensor:
-        """Norms from their squares, which are sums whose parts have squares that add up to `parts`.
-
-        Where the parts cancel, digits are lost: there, from the gradients written out.
-        """
+    def _rooted(self, squares: Tensor, least: Tensor) -> Tensor:
+        """Norms from their squares; where these are not above `least`, or not finite, from written gradients."""
         if ft.is_recorded():  # which forbids a look
             return Factor.norms(self)
         norms = squares.clamp(min=0).sqrt_()
-        if type(squares) is Tensor:  # shapes alone have no values to look at
-            lost = squares < 1e4 * torch.finfo(squares.dtype).eps * parts
-            if bool(lost.any()):
-                index = lost.nonzero()[:, 0]
-                norms[index] = Factor.norms(self.select(index))
+        index = _suspects(squares - least, 0)
+        if index is not None:
+            norms[index] = cast(self.select(index)._written_norms(), norms.dtype)
         return norms
+
+    def _written_norms(self) -> Tensor:
+        """Norms from the gradients written out, but for those that are known to be zero."""
+        zero = self._vanishing()
+        if zero is None or not bool(zero.any()):
+            return Factor.norms(self)
+        there = zero.logical_not().nonzero()[:, 0]
+        found = Factor.norms(self.select(there)) if len(there) else None
+        norms = torch.zeros(len(self), dtype=wide(self.dtype) if found is None else found.dtype, device=zero.device)
+        return norms if found is None else norms.index_copy_(0, there, found)
+
+    def _vanishing(self) -> Tensor | None:
+        """Booleans (N,): gradients that are zero as what they are made of is; None: nobody knows."""
+        return None
 
     def weighted_sum(self, w: Tensor | None = None) -> Tensor:
         """The sum over n of w[n] times gradient n; without `w` of the gradients."""
@@ -186,6 +273,12 @@ def _tensor_fields(kind: Any) -> tuple[str, ...]:
 
 def _keep(grads: Tensor, out: Tensor | None) -> Tensor:
     return grads if out is None else out.copy_(grads)
+
+
+def vanishing(x: Tensor, g: Tensor) -> Tensor:
+    """Booleans (N,): samples that are zero in one of two tensors (N, ...) and finite in the other."""
+    x, g = flat(x), flat(g)
+    return (~x.any(1) & g.isfinite().all(1)) | (~g.any(1) & x.isfinite().all(1))
 
 
 def as_rows(t: Tensor) -> Tensor:
@@ -301,7 +394,7 @@ class Outer(Factor):
 
     def norms(self) -> Tensor:
         if self.x.dim() == 2:
-            return norms_of(self.x).mul_(norms_of(self.g))
+            return cast(wide_norms(self.x) * wide_norms(self.g), widest(self.x.dtype, self.g.dtype))
         x, g = (own := self._plain).x, own.g
         if x.dim() == 2:
             return own.norms()
@@ -312,22 +405,34 @@ class Outer(Factor):
         return self._rooted(*self.by_gram()) if plan.strategy == "gram" else super().norms()
 
     def by_gram(self) -> tuple[Tensor, Tensor]:
-        """Squared norms: sum over t, s of (x[t] . x[s]) (g[t] . g[s]), in strips, each pair once by symmetry."""
-        t = self.x.shape[1]
+        """Squared norms: sum over t, s of (x[t] . x[s]) (g[t] . g[s]), in strips, each pair once by symmetry.
+
+        And what they have to exceed. Where positions cancel, digits are lost: the squares that they have alone tell.
+        Where x[t] . x[s] is below the smallest normal number d, up to I d is lost, which makes I d times the sum of all
+        g[t] . g[s], at most T times that of the |g[t]|^2; the same for x; and T^2 d where the products are.
+        """
+        t, (i, o) = self.x.shape[1], (self.x.shape[2], self.g.shape[2])
         size = _plan.gram_strip(t)
-        found, alone = [], []
+        found, least = [], []
         for _, part in self.tiles(2 * size * t * 4):
             x, g = widened(part.x), widened(part.g)
-            total, diagonal = x.new_zeros(len(x)), x.new_zeros(len(x))
+            lost = t * _lost_below(x.dtype)
+            total, low = x.new_zeros(len(x)), x.new_full((len(x),), t * lost)
             for start in range(0, t, size):
                 end = min(start + size, t)
-                products = torch.bmm(x[:, start:end], x[:, :end].mT).mul_(torch.bmm(g[:, start:end], g[:, :end].mT))
+                of_x, of_g = torch.bmm(x[:, start:end], x[:, :end].mT), torch.bmm(g[:, start:end], g[:, :end].mT)
+                diagonal = of_x.diagonal(start, 1, 2)
+                low.add_(diagonal.sum(1), alpha=o * lost).add_(of_g.diagonal(start, 1, 2).sum(1), alpha=i * lost)
+                products = of_x.mul_(of_g)
                 last = products[:, :, start:]  # these positions with each other: both halves
                 total.add_(products.flatten(1).sum(1), alpha=2).sub_(last.sum((1, 2)))
-                diagonal += last.diagonal(dim1=1, dim2=2).sum(1)
+                low.add_(diagonal.sum(1), alpha=1e4 * torch.finfo(x.dtype).eps)
             found.append(total)
-            alone.append(diagonal)
-        return torch.cat(found), torch.cat(alone)
+            least.append(low)
+        return torch.cat(found), torch.cat(least)
+
+    def _vanishing(self) -> Tensor | None:
+        return vanishing(self.x, self.g)
 
     def weighted_sum(self, w: Tensor | None = None) -> Tensor:
         if self.x.dim() == 4:  # each head alone
@@ -356,6 +461,37 @@ class Outer(Factor):
         x, g, m = own.x.double(), own.g.double(), mean.double()  # float64 for the differences
         squares = g.square().mT @ x.square() - 2 * m * (g.mT @ x) + len(x) * m.square()
         return squares.clamp_(min=0).to(mean.dtype)
+
+
+class NormsOfMany:
+    """Norms of one factor after another; of a tensor that two in a row hold, once.
+
+    The cotangent of a linear layer is the gradient of its bias as well.
+    """
+
+    __slots__ = ("given", "last", "norms")
+
+    def __init__(self) -> None:
+        self.last: Tensor | None = None  # the last tensor, where it is small enough to be held
+        self.norms: Any = None  # its norms
+        self.given = False  # whether these are somebody's result: each has memory of its own
+
+    def of(self, factor: Any) -> Tensor:
+        """The factor's `norms()`, be they in float64."""
+        kind = type(factor)
+        if kind is Outer and factor.x.dim() == 2:
+            return wide_norms(factor.x).mul_(self._of(factor.g, False))
+        if kind is Dense:
+            return self._of(factor.grads, True)
+        norms: Tensor = factor.norms()
+        return norms
+
+    def _of(self, grads: Tensor, give: bool) -> Tensor:
+        if grads is not self.last or (give and self.given):
+            self.norms, self.given = wide_norms(grads), False
+            self.last = grads if grads.numel() <= _IN_FLOAT64 else None
+        self.given = self.given or give
+        return self.norms  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, eq=False)
@@ -450,8 +586,23 @@ class Tied(Factor):
         return grads.index_put_((n_index, self.rows.index), self.rows.g.to(grads.dtype), accumulate=True)
 
     def norms(self) -> Tensor:
-        parts = self.outer.norms().square() + self.rows.norms().square()
-        return self._rooted(parts + 2 * self._crossed(), parts)
+        parts = in_float64(self.outer.norms()).square() + in_float64(self.rows.norms()).square()
+        crossed = self._crossed()
+        least = parts * (1e4 * torch.finfo(crossed.dtype).eps) + self._uncertain()
+        return cast(self._rooted(parts + 2 * crossed, least), crossed.dtype)
+
+    def _uncertain(self) -> Tensor:
+        """How large squared norms have to be for what `_crossed` loses not to matter.
+
+        Of S T summands each is the product of a sum over D, where the smallest normal number may be lost D times, and
+        of an outer.g, which is smaller than the norm of all of them.
+        """
+        (_, s, d), t, g = self.outer.x.shape, self.rows.index.shape[1], self.outer.g
+        largest = _vector_norm(flat(g), dim=1, dtype=wide(g.dtype))
+        return largest.mul_(d).add_(1).mul_(2 * s * t * _lost_below(largest.dtype))
+
+    def _vanishing(self) -> Tensor | None:
+        return (self.outer.norms() == 0) & (self.rows.norms() == 0)
 
     def _crossed(self) -> Tensor:
         """<outer, rows> = sum over t, s of outer.g[s, index[t]] (rows.g[t] . outer.x[s])."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import _alloc, _pairs, _plan
 from . import _functorch as ft
-from ._factors import Dense, Factor, Outer, Rows, Tied, norm_of_norms, wide
+from ._factors import Dense, Factor, NormsOfMany, Outer, Rows, Tied, norm_of_norms, wide
 from ._param import Region, whole_region
 from ._patches import Patches
 from ._pullback import pull_rows, pull_sums
@@ -58,10 +58,11 @@ class Kept(NamedTuple):
         """The same, with gradients that are still to be pulled back written out."""
         return Kept(tuple(Term(region, _without_graph(factor)) for region, factor in self.terms), self.shape)
 
-    def norms(self) -> Tensor | None:
-        """Norms (N,); None where all gradients are zero."""
+    def norms(self, many: NormsOfMany | None = None) -> Tensor | None:
+        """Norms (N,); None where all gradients are zero. Those that `many` gives may be in float64."""
         if len(self.terms) == 1:
-            return self.terms[0].factor.norms()
+            factor = self.terms[0].factor
+            return factor.norms() if many is None else many.of(factor)
         return norm_of_norms([factor.norms() for _, factor in self.terms]) if self.terms else None
 
     def dense(self, out: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _alloc, _conv_plan, _plan
-from ._factors import Factor, Outer, scaled, widened
+from ._factors import Factor, Outer, scaled, vanishing, widened
 from ._windows import Columns
 
 
@@ -112,19 +112,22 @@ class Patches(Factor):
         return self._rooted(*self._by_gram()) if plan.strategy == "gram" else super().norms()
 
     def _by_gram(self) -> tuple[Tensor, Tensor]:
-        """Squared norms: patches as the rows of an outer product, a few samples at a time."""
+        """Squared norms, and what they have to exceed: patches as an outer product's rows, a few samples at a time."""
         groups, (o, c, *_) = self.geometry.groups, self.shape
         taps, positions = c * prod(self.kernel), size_of(self.g)
-        found, alone = [], []
+        found, least = [], []
         for _, part in self.tiles(groups * taps * positions * self.x.element_size()):
             size = self.g.shape[3:]
             columns = Columns(part.x, self.geometry, self.kernel, size, _conv_plan.Tiles(len(part.x), size[0]))
             x = columns.copied(columns.of(part.x)).view(-1, taps, positions).mT  # (N G, T, C/G K)
             g = part.g.transpose(1, 2).reshape(-1, o // groups, positions).mT  # (N G, T, O/G)
-            squares, parts = (t.view(-1, groups).sum(1) for t in Outer(x, g).by_gram())
+            squares, low = (t.view(-1, groups).sum(1) for t in Outer(x, g).by_gram())
             found.append(squares)
-            alone.append(parts)
-        return torch.cat(found), torch.cat(alone)
+            least.append(low)
+        return torch.cat(found), torch.cat(least)
+
+    def _vanishing(self) -> Tensor | None:
+        return vanishing(self.x, self.g)
 
     def weighted_sum(self, w: Tensor | None = None) -> Tensor:
         """One ordinary weight gradient, of the cotangent scaled."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from . import _alloc, _plan
 from ._errors import ArgumentError
-from ._factors import Dense, Factor, Outer, wide
+from ._factors import Dense, Factor, NormsOfMany, Outer, wide
 from ._kept import Kept, Pulled, Term, grouped, upright
 from ._param import Param, Region, Source
 from ._pullback import pull_rows, pull_sums
@@ -192,6 +192,7 @@ class NormSink(FactorSink):
         super().__init__(params, n)
         self.hasty = hasty
         self.taken: dict[int, Tensor] = {}
+        self.many = NormsOfMany()
 
     def has(self, source: Source) -> bool:
         if source.index in self.taken:
@@ -204,7 +205,7 @@ class NormSink(FactorSink):
         if index in self.taken:
             raise Again
         if source.uses == 1 and self.hasty and index < len(self.params) and 0 not in param.value.stride():
-            self.taken[index] = factor.norms()
+            self.taken[index] = self.many.of(factor)
         else:
             super().add(param, factor, use)
 
@@ -215,7 +216,8 @@ class NormSink(FactorSink):
 
     def norms(self) -> list[Tensor | None]:
         """Norms (N,) of every parameter; None where all are zero."""
-        return [self.taken[i] if i in self.taken else self._kept(i).norms() for i in range(len(self.params))]
+        taken, many = self.taken, self.many
+        return [taken[i] if i in taken else self._kept(i).norms(many) for i in range(len(self.params))]
 
 
 class SumSink:

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from . import _engine, _problem
-from ._api import Randomness, per_sample_grads
+from ._api import per_sample_grads
 from ._applied import Use
 from ._chunk import refuse_inside_transforms
 from ._errors import ArgumentError, PsgradError, VerificationError, place_of
 from ._plain import Draws, Looped, loop, nudged, target_of
 from ._problem import Problem
 from ._quantities import clipped_grad, per_sample_norms
+from ._types import Randomness
 from .testing import _logged
 
 

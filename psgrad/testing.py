@@ -76,7 +76,8 @@ def _logged(problem: Problem, log: list[Use]) -> None:
         for index in diverged.groups:
             _logged(problem.rows(index), log)
     except Unlooped as unlooped:
-        raise RuntimeError(f"samples run one by one: {unlooped.why}") from None
+        error = RuntimeError(f"samples run one by one: {unlooped.why}")
+        raise error.with_traceback(unlooped.__traceback__) from None  # which says where
 
 
 @uncompiled
