@@ -111,7 +111,7 @@ def _lost_below(dtype: torch.dtype) -> float:
 
 def _suspects(t: Tensor, least: float) -> Tensor | None:
     """The indices at which `t` (N,) is not above `least`, or not finite; None where there are none. One look."""
-    if type(t) is not Tensor or len(t) == 0:  # shapes alone have no values to look at
+    if type(t) is not Tensor or t.is_meta or len(t) == 0:  # shapes alone have no values to look at
         return None
     low, high = t.aminmax()  # NaN where there is one
     if float(low) > least and float(high) < inf:
@@ -539,6 +539,8 @@ class Rows(Factor):
 
     def spread(self, mean: Tensor) -> Tensor:
         """Rows that a sample does not touch differ from the mean by the mean."""
+        if not ft.can_look(self.index):  # how many are touched is not known
+            return super().spread(mean)
         _, t, d = self.g.shape
         untouched = mean.new_full((self.rows,), len(self))
         total = torch.zeros_like(mean)

@@ -93,6 +93,11 @@ def is_recorded() -> bool:
     return torch._C._get_dispatch_mode(_PROXY) is not None
 
 
+def can_look(t: Tensor) -> bool:
+    """Whether what follows may depend on the numbers in `t`: meta tensors have none."""
+    return not (t.is_meta or is_recorded())
+
+
 def is_faking() -> bool:
     """Whether tensors have shapes and no values, as `explain` and `max_bytes` run a function first."""
     return torch._C._get_dispatch_mode(_FAKE) is not None

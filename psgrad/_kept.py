@@ -307,7 +307,7 @@ def _disjoint(regions: list[Region], shape: torch.Size, like: Tensor) -> bool:
     ordered = sorted(regions, key=lambda r: r.offset)
     if all(a.last < b.offset for a, b in pairwise(ordered)):
         return True
-    if ft.is_recorded():  # which forbids a look: take them for parts that overlap
+    if not ft.can_look(like):  # take them for parts that overlap
         return False
     taken = like.new_zeros(prod(shape), dtype=torch.bool)
     for region in regions:

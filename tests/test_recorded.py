@@ -5,6 +5,7 @@ import warnings
 import optree
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import psgrad
@@ -46,3 +47,21 @@ def test_what_depends_on_numbers_cannot_be_recorded():
 
     with pytest.raises(psgrad.ArgumentError, match=r"nonfinite='raise' depends on numbers.*\n.*\"propagate\""):
         make_fx(clipped)(torch.ones(2), torch.ones(3, 2))
+
+
+TABLES = {
+    "gram": psgrad.gram,
+    "grad_stats": lambda *problem: psgrad.grad_stats(*problem).variance["w"],
+    "by frequency": lambda *problem: psgrad.per_sample_grads(*problem)["w"],
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_what_is_recorded_of_a_table_depends_on_no_index(name):
+    """Recorded where every sample repeats one row, replayed where all rows differ."""
+    by_frequency = name == "by frequency"
+    fn = lambda p, x: F.embedding(x, p["w"], scale_grad_by_freq=by_frequency).sin().sum()
+    params = {"w": torch.randn(50, 3, dtype=torch.float64)}
+    first, other = torch.ones(4, 5, dtype=torch.long), torch.stack([torch.randperm(50)[:5] for _ in range(4)])
+    traced = make_fx(lambda w, x: TABLES[name](fn, {"w": w}, x))(params["w"], first)
+    torch.testing.assert_close(traced(params["w"], other), TABLES[name](fn, params, other))

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import _functorch as ft
 from .._errors import UnsupportedOpError, place
 from .._factors import Factor, Rows, as_rows
 from .._registry import Call, Decline, Needs, Param, Rule
@@ -24,15 +25,23 @@ def backward(
     if not needs.params[0]:
         return None, [None]
     padding, by_frequency = options
-    (weight,), n = params, len(index)
+    (weight,) = params
     index, g = as_rows(index[..., None])[..., 0], as_rows(g)
     if by_frequency:  # of the row within its own sample
-        rows = index + len(weight) * torch.arange(n, device=index.device)[:, None]
-        _, where, counts = torch.unique(rows, return_inverse=True, return_counts=True)
-        g = g / counts[where][..., None].to(g.dtype)
+        g = g / _counts(index, len(weight))[..., None].to(g.dtype)
     if padding is not None:
         g = g.masked_fill((index == padding)[..., None], 0)
     return None, [Rows(index, g, len(weight))]
+
+
+def _counts(index: Tensor, rows: int) -> Tensor:
+    """How often each index (N, T) is there in its own sample."""
+    if not ft.can_look(index):  # how many there are without repetition is not known
+        return (index[:, :, None] == index[:, None, :]).sum(2)
+    apart = index + rows * torch.arange(len(index), device=index.device)[:, None]
+    counts: Tensor
+    _, where, counts = torch.unique(apart, return_inverse=True, return_counts=True)
+    return counts[where]
 
 
 def bind_embedding(
