@@ -477,7 +477,7 @@ def _freed(kept: Kept) -> tuple[bool, int]:
 def _counting(w: Tensor, index: Tensor | None, counted: bool) -> tuple[Tensor, Tensor | None]:
     """The weights of a block's samples; where some are 0, those of the others, and which they are."""
     w = w if index is None else w[index]
-    if counted or not bool((w == 0).any()):
+    if counted or w.is_meta or not bool((w == 0).any()):
         return w, None
     there = w.nonzero()[:, 0]
     return w[there], there
@@ -493,14 +493,14 @@ def clip_weights(norms: Tensor, max_norm: Any, finite: Tensor | None, nonfinite:
 
 def finite_of(norms: Sequence[Tensor], nonfinite: str) -> Tensor | None:
     """Which samples have norms (N,) that are all finite; None: every one."""
-    if not ft.is_recorded():
+    if ft.can_look(norms[0]):
         if all([math.isfinite(t.sum()) for t in norms]):  # noqa: C419, a third less
             return None
     elif nonfinite != "propagate":
-        raise ArgumentError(
-            f"nonfinite={nonfinite!r} depends on numbers, and ops are being recorded\n"
-            '  say nonfinite="propagate" under make_fx and its like.'
-        )
+        why, where = "and ops are being recorded", "under make_fx and its like"
+        if norms[0].is_meta:
+            why, where = "which meta tensors do not have", "for shapes alone"
+        raise ArgumentError(f'nonfinite={nonfinite!r} depends on numbers, {why}\n  say nonfinite="propagate" {where}.')
     return torch.stack(list(norms)).isfinite().all(0)
 
 
@@ -528,7 +528,7 @@ def check_max_norm(max_norm: Any, where: str = "max_norm") -> Any:
     number = isinstance(max_norm, (int, float)) and not isinstance(max_norm, bool)
     if not number and not (isinstance(max_norm, Tensor) and max_norm.numel() == 1 and not max_norm.is_complex()):
         raise ArgumentTypeError(f"{where} is a {type(max_norm).__name__}, not a number\n  give a positive number.")
-    if (number or not ft.is_recorded()) and not float(max_norm) > 0:
+    if (number or ft.can_look(max_norm)) and not float(max_norm) > 0:
         raise ArgumentError(f"{where}={float(max_norm)} is not positive\n  give a positive number; inf clips nothing.")
     return max_norm.detach().reshape(()) if isinstance(max_norm, Tensor) else max_norm
 

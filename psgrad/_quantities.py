@@ -383,7 +383,7 @@ def _checked_weights(weights: Any, n: int, index: Tensor | None, problem: Proble
         raise ArgumentTypeError("weights are complex numbers\n  give real ones.")
     w = weights.detach().to(problem.params[0].device)
     w = w if index is None else w[index.to(w.device)]
-    if not bool(w.isfinite().all()):
+    if not w.is_meta and not bool(w.isfinite().all()):
         bad = (~w.isfinite()).nonzero()[:, 0]
         shown = ", ".join(map(str, (bad if index is None else index.to(bad.device)[bad]).tolist()[:10]))
         raise ArgumentError(f"weights are not finite for samples {shown}\n  give 0 to leave a sample out.")

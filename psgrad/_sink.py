@@ -230,7 +230,9 @@ class SumSink:
         self.sums: dict[int, Tensor] = {}  # by the source's index, in the dtype for sums
         self.weights: Tensor | None = None  # where the losses' dtype is too short for the seed
         # samples that do not count are left out here: their gradients may be NaN, which 0 times is NaN
-        self.counting = seed.nonzero()[:, 0] if seed is not None and bool((seed == 0).any()) else None
+        self.counting: Tensor | None = None
+        if seed is not None and not seed.is_meta and bool((seed == 0).any()):
+            self.counting = seed.nonzero()[:, 0]
 
     def _sum(self, factor: Factor) -> Tensor | None:
         if self.counting is None:
