@@ -401,7 +401,7 @@ def _looped(
         if i == 0 and warning is not None:  # a sample alone works, so it was vmap that refused
             _warn(warning)
         outcome = Outcome(loss.detach()[None].clone(), [a[None] for a in aux], spec)
-        take(Part(torch.tensor([i]), row, outcome))
+        take(Part(torch.full((1,), i, device=loss.device), row, outcome))
 
 
 def _callers_level() -> int:
