@@ -126,7 +126,7 @@ def of(function: str, *operands: str) -> str:
 def constant(*shape: int) -> Callable[[Tensor], Tensor]:
     """A tensor for `fn` to close over; called with a tensor whose dtype it takes."""
     value = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    return lambda like: value.to(like.dtype)
+    return lambda like: value.to(like.device, like.dtype)
 
 
 # ---- linear and its spellings ------------------------------------------------------------------------------
@@ -688,7 +688,8 @@ NORM = (
 
 # ---- tables ------------------------------------------------------------------------------------------------
 
-_STARTS, _STARTS_AND_END = torch.tensor([0, 2, 2, 6]), torch.tensor([0, 2, 2, 6, 9])  # the second bag is empty
+_STARTS: Callable[[Tensor], Tensor] = lambda like: torch.tensor([0, 2, 2, 6], device=like.device)  # an empty bag
+_STARTS_AND_END: Callable[[Tensor], Tensor] = lambda like: torch.tensor([0, 2, 2, 6, 9], device=like.device)
 
 
 def _bag(id: str, shape: tuple[int, ...], rule: str = "embedding_bag", **options: Any) -> Case:
@@ -734,7 +735,7 @@ EMBEDDING = (
     ),
     op(
         "embedding-shared-index",
-        lambda x, w: F.embedding(torch.arange(3), w) * x,
+        lambda x, w: F.embedding(torch.arange(3, device=x.device), w) * x,
         "embedding",
         (3, 2),
         w=(5, 2),
@@ -754,13 +755,19 @@ EMBEDDING = (
     op("index-second-axis", lambda x, w: w[:, x], "vmap", ints(3, 4), w=(2, 3)),
     op(
         "index-shared",
-        lambda x, w: w[torch.tensor([2, 0, 2])] * x,
+        lambda x, w: w[torch.tensor([2, 0, 2], device=x.device)] * x,
         {of("Tensor.__getitem__", "w"): "mul"},
         (3, 2),
         w=(5, 2),
     ),
     op("index-list", lambda x, w: w[[2, 0, 2]] * x, {of("Tensor.__getitem__", "w"): "mul"}, (3, 2), w=(5, 2)),
-    op("index-sample", lambda x, s: x[torch.tensor([1, 0])] * s, {"s": "mul"}, (3, 2), s=(2,)),
+    op(
+        "index-sample",
+        lambda x, s: x[torch.tensor([1, 0], device=x.device)] * s,
+        {"s": "mul"},
+        (3, 2),
+        s=(2,),
+    ),
     _bag("embedding-bag", (2, 4)),
     _bag("embedding-bag-sum", (2, 4), mode="sum"),
     _bag("embedding-bag-max", (2, 4), mode="max"),
@@ -799,7 +806,7 @@ EMBEDDING = (
     ),
     op(
         "embedding-bag-shared-index",
-        lambda x, w: F.embedding_bag(torch.tensor([[2, 0], [2, 2]]), w) * x,
+        lambda x, w: F.embedding_bag(torch.tensor([[2, 0], [2, 2]], device=x.device), w) * x,
         "embedding_bag",
         (2, 3),
         w=(5, 3),
@@ -860,7 +867,9 @@ ELEMENTWISE = (
     op("pow", lambda x, w: x**w, "vmap", lambda: _away_from_zero(N, 3), w=(3,)),
     op("exp-times", lambda x, w: w.exp() * x, {of("Tensor.exp", "w"): "mul"}, w=(3,)),
     op("class-token", lambda x, w: torch.cat([w.expand(1, -1), x]), "vmap", (2, 3), w=(3,)),
-    op("relative-positions", lambda x, w: x + w[_offsets(3)], {of("Tensor.__getitem__", "w"): "add"}, (3, 3), w=(5,)),
+    op(
+        "relative-positions", lambda x, w: x + w[_offsets(3, x)], {of("Tensor.__getitem__", "w"): "add"}, (3, 3), w=(5,)
+    ),
     op("where", lambda x, w: torch.where(x > 0, x, w), "vmap", (2, 3), w=(3,)),
     op("prelu", lambda x, w: F.prelu(x, w), "prelu", (2, 3), w=(3,)),
     op("prelu-images", lambda x, w: x.prelu(w), "prelu", (2, 3, 4, 4), w=(3,)),
@@ -942,7 +951,9 @@ VIEWS = (
     Case("one-storage", lambda: _one_storage(), _rules("linear", ["a", "b"])),
 )
 
-_MASK = torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 1.0]])
+_MASK: Callable[[Tensor], Tensor] = lambda like: torch.tensor(
+    [[1.0, 0.0, 1.0], [0.0, 1.0, 1.0]], dtype=like.dtype, device=like.device
+)
 
 
 class _Scaled(nn.Module):
@@ -967,10 +978,10 @@ _SPECTRAL_NORM = {
 _SCALED = {of("Tensor.div", _ORIGINAL, of("Tensor.norm", _ORIGINAL)): "linear", "bias": "linear"}
 
 DERIVED = (
-    op("mask", lambda x, w: F.linear(x, w * _MASK.to(x.dtype)), {of("Tensor.mul", "w"): "linear"}, w=(2, 3)),
+    op("mask", lambda x, w: F.linear(x, w * _MASK(x)), {of("Tensor.mul", "w"): "linear"}, w=(2, 3)),
     op(
         "mask-frozen-first",
-        lambda x, w: F.linear(x, _MASK.to(x.dtype) * w),
+        lambda x, w: F.linear(x, _MASK(x) * w),
         {of("Tensor.mul", "w"): "linear"},
         w=(2, 3),
     ),
@@ -1016,14 +1027,14 @@ DERIVED = (
     ),
     op(
         "written-into-zeros",
-        lambda x, w: F.linear(_first_row_from(torch.zeros(2, 3, dtype=x.dtype), x), w),
+        lambda x, w: F.linear(_first_row_from(torch.zeros(2, 3, dtype=x.dtype, device=x.device), x), w),
         "linear",
         w=(2, 3),
         refused=True,
     ),
     op(
         "parameter-into-zeros",
-        lambda x, w: x * _first_row_from(torch.zeros(2, 3, dtype=x.dtype), w),
+        lambda x, w: x * _first_row_from(torch.zeros(2, 3, dtype=x.dtype, device=x.device), w),
         "vmap",
         w=(3,),
     ),
@@ -1070,8 +1081,8 @@ def _each(function: Callable[..., Tensor], x: Tensor, weights: Any) -> Tensor:
     return torch.cat([(k + 1) * function(x, w) for k, w in enumerate(weights)], -1)
 
 
-def _offsets(length: int) -> Tensor:
-    i = torch.arange(length)
+def _offsets(length: int, like: Tensor) -> Tensor:
+    i = torch.arange(length, device=like.device)
     return i[:, None] - i + length - 1
 
 
@@ -1101,7 +1112,7 @@ class _Tied(nn.Module):
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens) + self.positions(torch.arange(tokens.shape[-1]))
+        x = self.embedding(tokens) + self.positions(torch.arange(tokens.shape[-1], device=tokens.device))
         return self.head(self.mix(x).tanh())
 
 
@@ -1202,7 +1213,7 @@ def _sdpa(id: str, x: tuple[int, ...], **options: Any) -> Case:
 
 
 _BIAS = constant(5, 5)
-_KEEP = torch.ones(5, 5, dtype=torch.bool).tril()
+_KEEP: Callable[[Tensor], Tensor] = lambda like: torch.ones(5, 5, dtype=torch.bool, device=like.device).tril()
 
 
 class _Attention(nn.Module):
@@ -1242,8 +1253,8 @@ ATTENTION = (
     _sdpa("sdpa-inner-batch", (2, 5, 4), heads=2),
     _sdpa("sdpa-causal", (5, 4), heads=2, is_causal=True),
     _sdpa("sdpa-scale", (5, 4), heads=2, scale=0.3, dropout_p=0.0),
-    _sdpa("sdpa-boolean-mask", (5, 4), attn_mask=lambda x: _KEEP),
-    _sdpa("sdpa-boolean-mask-inner-batch", (2, 5, 4), heads=2, attn_mask=lambda x: _KEEP),
+    _sdpa("sdpa-boolean-mask", (5, 4), attn_mask=_KEEP),
+    _sdpa("sdpa-boolean-mask-inner-batch", (2, 5, 4), heads=2, attn_mask=_KEEP),
     _sdpa("sdpa-additive-mask", (5, 4), heads=2, attn_mask=_BIAS),
     _sdpa("sdpa-mask-per-sample", (5, 4), heads=2, attn_mask=lambda x: x[:, :1] + x[:, 1]),
     _sdpa("sdpa-mask-per-image", (2, 5, 4), heads=2, attn_mask=lambda x: torch.stack([_BIAS(x), -_BIAS(x)])[:, None]),
@@ -1309,7 +1320,13 @@ LOSSES = (
         "cross-entropy-class-weights-sum", (2, 3, 2), (2, 2), weight=lambda: _away_from_zero(3), reduction="sum"
     ),
     _classified("cross-entropy-not-reduced", (4, 3), (4,), folds=False, reduction="none"),
-    op("nll-loss", lambda x, w: F.nll_loss((x * w).log_softmax(-1), torch.tensor([0, 2])), "mul", (2, 3), w=(3,)),
+    op(
+        "nll-loss",
+        lambda x, w: F.nll_loss((x * w).log_softmax(-1), torch.tensor([0, 2], device=x.device)),
+        "mul",
+        (2, 3),
+        w=(3,),
+    ),
     op("mse-to-a-parameter", lambda x, w: F.mse_loss(x, w), "vmap vmap", (2, 3), w=(2, 3)),
 )
 
