@@ -1,0 +1,36 @@
+"""Every differentiable operator of torch's own table gives what the loop over samples gives, in every spelling.
+
+Two sample inputs of each operator in `make test`, eight with `HYPOTHESIS_PROFILE=thorough`.
+`python -m tests.op_programs` shows what psgrad makes of each.
+"""
+
+import os
+
+import pytest
+
+from .op_programs import CLASSES, operators, verdicts
+
+THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
+COUNT = 8 if THOROUGH else 2  # sample inputs
+BLOCKS = 30  # tests that share the operators: few enough to be quick to collect, many enough to run side by side
+
+# Operators that do not run for all samples at once, and how far down the ladder they go.
+LOWER = {}
+
+
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_an_operator_gives_what_the_loop_gives(block: int) -> None:
+    faults = []
+    for name in list(operators())[block::BLOCKS]:
+        found = [each[0] for each in verdicts(name, COUNT, THOROUGH).values()]  # the worst of each spelling
+        expected = CLASSES.index(LOWER.get(name, "exact"))
+        faults += [f"{v.kind}: {v.program}: {v.detail}" for v in found if CLASSES.index(v.kind) > expected]
+        if not found:
+            faults.append(f"{name}: no sample input that a loop can run")
+        elif THOROUGH and max(CLASSES.index(v.kind) for v in found) < expected:
+            faults.append(f"{name} is better than the table says")
+    assert not faults, "\n".join(faults)
+
+
+def test_the_table_of_exceptions_names_operators() -> None:
+    assert LOWER.keys() <= operators().keys()
