@@ -1,6 +1,7 @@
 # make demo   a minute with psgrad: trains, shows, checks, times
 # make test   lint, types, tests, doctests, notebooks
 # make bench  psgrad beside its peers: tables, figures and pictures in build/bench; ARGS="--quick" for a first look
+# make wild   psgrad on models of other packages beside a plain loop; ARGS="peft GCN" for some packages or models
 # make clean  removes the environments and every cache
 #
 # PYTHON=python3.12: another interpreter, for an environment that is yet to be made.
@@ -9,6 +10,7 @@
 PYTHON ?= python3
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
+WILD := .venv-wild$(if $(TORCH),-torch-$(TORCH))
 CONSTRAINTS := $(if $(TORCH),build/constraints-torch-$(TORCH).txt,constraints.txt)
 
 # Builds in isolation read these variables, so the build backend is pinned as well.
@@ -16,7 +18,7 @@ export PIP_CONSTRAINT := $(CONSTRAINTS)
 export PIP_BUILD_CONSTRAINT := $(CONSTRAINTS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test bench clean
+.PHONY: demo test bench wild clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m psgrad
@@ -30,8 +32,11 @@ test: $(VENV)/.dev
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks --json build/bench/times.json --plots build/bench $(ARGS)
 
+wild: $(WILD)/.installed
+	OMP_NUM_THREADS=1 $(WILD)/bin/python -m wild $(ARGS)
+
 clean:
-	rm -rf .venv .venv-torch-* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch-* .venv-wild* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Stamps: an environment is made once, and again when what it is made from changes.
@@ -59,4 +64,13 @@ $(VENV)/.dev: pyproject.toml $(CONSTRAINTS) $(VENV)/.torch
 $(VENV)/.bench: pyproject.toml $(CONSTRAINTS) $(VENV)/.torch
 	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e ".[bench]"
 	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) --no-deps backpack-for-pytorch
+	touch $@
+
+# All at once, and where one of them cannot be had, one by one: what is missing is shown so in the table.
+$(WILD)/.installed: wild/requirements.txt $(CONSTRAINTS)
+	test -x $(WILD)/bin/python || $(PYTHON) -m venv $(WILD)
+	$(WILD)/bin/python -m pip install -q -c $(CONSTRAINTS) torch
+	$(WILD)/bin/python -m pip install -q --no-deps -r wild/requirements.txt || \
+		for package in $$(grep -v '^#' wild/requirements.txt); do \
+			$(WILD)/bin/python -m pip install -q --no-deps $$package || echo "not installed: $$package"; done
 	touch $@
