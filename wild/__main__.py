@@ -48,7 +48,7 @@ class OutOfTime(BaseException):
     """Not an Exception: neither psgrad nor a model is to take it for an error of its own."""
 
 
-class NoGradients(Exception):
+class NoGradientsError(Exception):
     """There is nothing to compare with."""
 
 
@@ -134,9 +134,9 @@ def _plain_loop(module: nn.Module, inputs: Any) -> dict[str, Tensor]:
         rows.append([g.detach().clone() for g in found])
     grads = {name: torch.stack(column) for name, column in zip(params, zip(*rows, strict=True), strict=True)}
     if not all(bool(g.isfinite().all()) for g in grads.values()):
-        raise NoGradients("gradients of the plain loop are not finite")
+        raise NoGradientsError("gradients of the plain loop are not finite")
     if not any(bool(g.any()) for g in grads.values()):
-        raise NoGradients("all gradients of the plain loop are zero")
+        raise NoGradientsError("all gradients of the plain loop are zero")
     return grads
 
 
