@@ -15,6 +15,7 @@ from . import _alloc, _saved
 from . import _functorch as ft
 from ._errors import ArgumentError, ArgumentTypeError
 from ._factors import NormsOfMany, cast, norm_of_norms, wide, widest
+from ._hooks import uncompiled
 from ._kept import Kept
 from ._problem import paths
 from ._types import Nonfinite, P
@@ -409,6 +410,21 @@ def blocks_joined(parts: Sequence[tuple[Sequence[Block], int]], device: torch.de
         blocks += [Block(places if b.index is None else places[b.index], b.kept, b.small) for b in own]
         start += n
     return tuple(blocks)
+
+
+for _method in (
+    "norms",
+    "weighted_sum",
+    "sum",
+    "mean",
+    "clipped_sum",
+    "variance",
+    "dots",
+    "dense",
+    "to",
+    "__getitem__",
+):
+    uncompiled(getattr(FactoredGrads, _method))
 
 
 def gathered(

@@ -64,6 +64,7 @@ REDIRECTS[CUSTOM_FUNCTION_CALL] = lambda _, args, __: (call := FunctionCall(args
 _SEQUENCES = (list, tuple)
 _TRUTHS = (torch.Tensor.__bool__, torch.is_nonzero)
 _TELLING = frozenset(["out", "inplace", "requires_grad"])  # keywords that make a call more than a computation
+_NUMBERS = (torch.Tensor.imag.__get__, torch.Tensor.real.__get__)  # properties that are views of the numbers
 _OF_MEMORY = (torch.as_strided, torch.Tensor.as_strided)  # of the whole storage, in which a row is somewhere
 _CAREFUL = _masks.FUNCTIONS | SHOWN | UPDATES
 _SPECIAL = (
@@ -287,7 +288,7 @@ class Intercept(TorchFunctionMode):
 
     def _second_chance(self, func: Any, args: Any, kwargs: Any, why: str) -> Any:
         """A call that failed: taken apart, or in a loop over samples. Where these fail too, the error is `fn`'s own."""
-        if minds(func) and getattr(func, "__name__", "") != "__get__":  # a property may be a view of the numbers
+        if minds(func) and func not in _NUMBERS:
             raise Unlooped(why)
         if is_python(func) and not writes(func, kwargs):
             with self:
@@ -367,7 +368,7 @@ class Intercept(TorchFunctionMode):
         """What autograd follows, which vmap hides."""
         found = ft.lower(t, self.n, self.level).requires_grad
         if self.pretended and not found:
-            raise RuntimeError("fn asks whether a tensor requires grad after it has called requires_grad_()")
+            raise Unlooped("fn asks whether a tensor requires grad after it has called requires_grad_()")
         return found
 
     def _pretends(self, t: Tensor) -> bool:

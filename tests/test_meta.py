@@ -24,7 +24,12 @@ from .cases import CASES, Case, N
 META = torch.device("meta")
 _OURS = os.path.dirname(psgrad.__file__) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_WIDE = ("Outer.spread",)  # float64 for a difference of sums; it knows which devices have none
+_WIDE = (
+    "Outer.spread",
+    "wide_norms",
+    "_norms_of_any",
+    "in_float64",
+)  # float64 for a difference of sums; it knows which devices have none
 _MADE = (torch.ops.aten.lift_fresh.default,)  # by torch.tensor(...): it comes as an input
 
 

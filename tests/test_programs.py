@@ -20,6 +20,7 @@ from .programs import Program, programs
 
 pytestmark = [  # an exact answer by a slower way is as good here
     pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning"),
+    pytest.mark.filterwarnings("ignore::psgrad.UnusedParametersWarning"),  # programs are random
     pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented:UserWarning"),
 ]
 

@@ -18,7 +18,7 @@ class Architecture(NamedTuple):
     config: str
     options: dict[str, Any]
     inputs: str = "text"
-    looped: str = ""  # how the reason begins, where vmap refuses and samples run one by one
+    looped: str = ""  # the op that runs in a loop over samples, where there is one
     masks: tuple[str, ...] = ("ones", "padding")
 
 
@@ -139,7 +139,7 @@ _JAMBA = _MOE | {
 }
 _RESNET = {"embedding_size": 4, "hidden_sizes": [8, 8], "depths": [1, 1], "layer_type": "basic"}
 
-_OLD_STYLE = "In order to use an autograd.Function with functorch transforms"
+_OLD_STYLE = "GeLUFunction.apply"  # that op alone runs sample by sample
 
 ARCHITECTURES = {
     "GPT-2": Architecture("GPT2LMHeadModel", "GPT2Config", _GPT),
