@@ -11,6 +11,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
+from decimal import Decimal
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -175,8 +176,7 @@ def bytes_of(max_bytes: int | float | str | None, params: Sequence[Tensor]) -> i
     if isinstance(max_bytes, str) and any(map(str.isalpha, max_bytes)):
         found = _SIZE.fullmatch(max_bytes)
         number, unit = found.groups() if found else ("0", "b")
-        base: int = 1024 if len(unit) == 3 else 1000
-        size = round(float(number) * float(base ** _POWERS[unit[0].lower()]))
+        size = int(Decimal(number) * (1024 if len(unit) == 3 else 1000) ** _POWERS[unit[0].lower()])
         if size < 1:
             raise ArgumentError(
                 f"max_bytes={max_bytes!r} is not a positive size\n"
@@ -411,8 +411,9 @@ def _signature(problem: Problem) -> tuple[Hashable, ...]:
 
 
 def _leaf(t: Any, batched: bool) -> Hashable:
+    """A leaf of the batch but for its samples; of numbers those that may be a size."""
     if not isinstance(t, Tensor):
-        return t if t is None or isinstance(t, (bool, int, str)) else (type(t), t != 0 if type(t) is float else None)
+        return type(t), t if isinstance(t, (int, str)) else t != 0 if isinstance(t, float) else None
     if not batched:
         return t.shape, t.stride(), t.dtype, t.device
     order = None if t.is_contiguous() else tuple(d for d in _order(t) if t.shape[d] > 1)  # strides may depend on N
@@ -422,7 +423,7 @@ def _leaf(t: Any, batched: bool) -> Hashable:
 def _settings(problem: Problem) -> Hashable:
     """Torch's settings on which dtypes and kernels depend."""
     kinds = sorted({"cpu"} | {p.device.type for p in problem.params})
-    casts = [torch.get_autocast_dtype(kind) for kind in kinds if _casts(kind)]
+    casts = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if _casts(kind)]
     return tuple(casts), torch.get_default_dtype(), torch.get_num_threads(), torch.backends.mkldnn.enabled
 
 
@@ -442,8 +443,9 @@ def _training(fn: Any) -> tuple[bool, ...]:
             flags.append(item.training)
             todo += item._modules.values()
         elif isinstance(item, types.FunctionType):
-            with contextlib.suppress(ValueError):  # a variable that has no value yet
-                todo += [cell.cell_contents for cell in item.__closure__ or ()]
+            for cell in item.__closure__ or ():
+                with contextlib.suppress(ValueError):  # a variable that has no value yet
+                    todo.append(cell.cell_contents)
             named = [item.__globals__.get(name) for name in item.__code__.co_names]
             todo += [value for value in named if isinstance(value, torch.nn.Module)]
         elif isinstance(item, types.MethodType):

@@ -167,7 +167,9 @@ PARAMS = [torch.zeros(1)]
         ("1.5gib", 3 << 29),
         (".5 KiB", 512),
         ("3.kB", 3000),
-        ("0.29GB", 290 * 10**6),  # 0.29 * 10**9 is a little less
+        ("0.29GB", 290 * 10**6),
+        ("2.01GB", 201 * 10**7),  # as a float a little less
+        ("9" * 400 + "B", int("1" + "0" * 400)),  # more than a float can be
         ("1TB", 10**12),
         ("1TiB", 1 << 40),
     ],
@@ -500,7 +502,7 @@ def test_samples_that_differ_have_plans_of_their_own(change: Any, in_dims: Any) 
 def test_what_samples_share_belongs_to_the_plan(other: Any) -> None:
     w, x = torch.randn(4, 3), torch.randn(8, 4)
     fn = lambda w, sample: tanh_loss(w, sample)
-    for leaf in (torch.ones(2), 2, "a", 0.5):
+    for leaf in (torch.ones(2), 2, "a", 0.5, 1):
         planned(fn, w, (x, leaf), in_dims=(0, None))
     assert planned(fn, w, (x, other), in_dims=(0, None)) == 1
     assert planned(fn, w, (x, other), in_dims=(0, None)) == 0
