@@ -64,7 +64,8 @@ REDIRECTS[CUSTOM_FUNCTION_CALL] = lambda _, args, __: (call := FunctionCall(args
 _SEQUENCES = (list, tuple)
 _TRUTHS = (torch.Tensor.__bool__, torch.is_nonzero)
 _TELLING = frozenset(["out", "inplace", "requires_grad"])  # keywords that make a call more than a computation
-_NUMBERS = (torch.Tensor.imag.__get__, torch.Tensor.real.__get__)  # properties that are views of the numbers
+_PROPERTIES = vars(torch._C.TensorBase)
+_NUMBERS = (_PROPERTIES["imag"].__get__, _PROPERTIES["real"].__get__)  # properties that are views of the numbers
 _OF_MEMORY = (torch.as_strided, torch.Tensor.as_strided)  # of the whole storage, in which a row is somewhere
 _CAREFUL = _masks.FUNCTIONS | SHOWN | UPDATES
 _SPECIAL = (
