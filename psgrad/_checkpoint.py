@@ -16,6 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as _checkpoint
 
+from ._control_flow import body_of
 from ._held import HELD, OwnParameters
 from ._hooks import FunctionCall
 
@@ -97,6 +98,9 @@ class Following(TorchFunctionMode):
         kwargs = kwargs or {}
         if hooked() is not None:
             follow(contextlib.nullcontext)
+        if (body := body_of(func)) is not None:
+            with self:
+                return body(*args, **kwargs)
         for t in _tensors((*args, *kwargs.values())):
             if t.requires_grad and t.is_leaf:
                 self.own.refuse(func, t)

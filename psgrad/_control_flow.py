@@ -32,7 +32,8 @@ def _scan(combine_fn: Callable[..., Any], init: Any, xs: Any, additional: Any = 
     return [*carried, *(torch.stack(column) for column in zip(*rows, strict=True))]
 
 
-def _map(f: Callable[..., Any], xs: Any, additional: Any = ()) -> Any:
+def _map(f: Callable[..., Any], xs: Any, additional: Any = (), *, mutated_arg_indices: str = "") -> Any:
+    """`mutated_arg_indices`, which a newer torch gives, says what `f` writes to: as Python it just does."""
     found = [f(*(x[i] for x in xs), *additional) for i in range(len(xs[0]))]
     return optree.tree_map(lambda *leaves: torch.stack(leaves) if isinstance(leaves[0], Tensor) else leaves[0], *found)
 

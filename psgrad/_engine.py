@@ -29,12 +29,12 @@ from ._errors import (
     is_out_of_memory,
     place_of,
 )
-from ._held import OwnParameters, again, recorded
-from ._hooks import eagerly, functions_seen
+from ._held import Holding, OwnParameters, again, recorded
+from ._hooks import CompilerLoaded, compilers_noticed, eagerly, functions_seen
 from ._intercept import Diverged, Intercept, Retry, Written, reason_of
 from ._op_loop import Unlooped
 from ._param import Source
-from ._problem import Problem, generators, rewind
+from ._problem import Problem, Sampled, generators, rewind
 from ._sink import DenseSink, FactorSink, NormSink, SumSink
 
 S = TypeVar("S", DenseSink, FactorSink, NormSink, SumSink)
@@ -181,6 +181,8 @@ def vmapped(problem: Problem, sink: Any, log: list[Use] | None = None) -> Outcom
                 return _through(problem, sink, log, settings)
         except Retry as retry:
             settings.append(retry.setting)  # each is asked for once
+        except CompilerLoaded:
+            pass  # `eagerly` knows of it now
         if log is not None:
             log.clear()
         if problem.randomness == "same":
@@ -205,7 +207,8 @@ def _through(problem: Problem, sink: Any, log: list[Use] | None, settings: list[
             mode.track(Source(i, problem.name, p, leaf)) for i, (p, leaf) in enumerate(zip(roots, leaves, strict=True))
         ]
         sample = [ft.wrap(t, level) if b else t for t, b in zip(problem.batch, problem.batched, strict=True)]
-        out = problem.call(wrapped, sample, mode)
+        with compilers_noticed():
+            out = problem.call(wrapped, sample, mode)
         losses = ft.unwrap(out.loss, n, level)
         aux = [ft.unwrap(a, n, level) for a in out.aux]
     if losses.requires_grad and _backward(losses, mode, len(roots), sink, problem.seed):
@@ -215,7 +218,8 @@ def _through(problem: Problem, sink: Any, log: list[Use] | None, settings: list[
         values = values.clone()
     if aux:
         aux = _owned(aux, [values, *problem.params, *problem.batch])
-    return Outcome(values, aux, out.aux_spec, tuple(f"{op} {why}" for op, why in mode.looped.items()))
+    looped = tuple([f"{op} {why}" for op, why in mode.looped.items()]) if mode.looped else ()
+    return Outcome(values, aux, out.aux_spec, looped)
 
 
 def _owned(results: list[Tensor], others: list[Any]) -> list[Tensor]:
@@ -258,7 +262,7 @@ def _backward(losses: Tensor, mode: Intercept, count: int, sink: Any, seed: Tens
     if derived:
         sink.pull(derived, mode.sources[:count])
     # a rule that runs as a Function hands its factors to the sink and nothing to autograd
-    return any(g is not None for g in found) or any(source.uses for source in mode.sources)
+    return any([g is not None for g in found]) or any([source.uses for source in mode.sources])  # noqa: C419, faster
 
 
 _seen_grad = opened(torch.autograd.grad)  # modes are not asked, and so are on while the backward runs
@@ -380,9 +384,11 @@ def _looped(
     for i in range(problem.n):
         one = problem.rows(slice(i, i + 1))
         copies = [p.clone() for p in problem.params]  # whatever fn does to them stays here
-        with _draws(problem), recorded() as held, eagerly():
-            params = [p.detach().requires_grad_() for p in copies]
-            loss, aux, spec = problem.call(params, one.copied().sample(0), follow)
+        params = [p.detach().requires_grad_() for p in copies]
+        try:
+            held, (loss, aux, spec) = _one_by_one(problem, one, params, follow)
+        except CompilerLoaded:
+            held, (loss, aux, spec) = _one_by_one(problem, one, params, follow)
         for name, p in zip(problem.names, copies, strict=True) if any(p._version for p in copies) else ():
             if p._version:
                 raise UnsupportedOpError(
@@ -402,6 +408,14 @@ def _looped(
             _warn(warning)
         outcome = Outcome(loss.detach()[None].clone(), [a[None] for a in aux], spec)
         take(Part(torch.full((1,), i, device=loss.device), row, outcome))
+
+
+def _one_by_one(
+    problem: Problem, one: Problem, params: list[Tensor], follow: Following
+) -> tuple[list[Holding], Sampled]:
+    """`fn` for one sample; and what models held meanwhile."""
+    with _draws(problem), recorded() as held, eagerly(), compilers_noticed():
+        return held, problem.call(params, one.copied().sample(0), follow)
 
 
 def _callers_level() -> int:

@@ -203,10 +203,13 @@ class _Holding:
         params = self.params
         lost = None
         if error is None:
-            lost = next((s for s in self.slots if s[2] in params and s[0].get(s[1]) is not params[s[2]]), None)
+            for home, key, name, _ in self.slots:
+                if name in params and home.get(key) is not params[name]:
+                    lost = name
+                    break
         self._restore()
         if lost is not None:
-            raise self._lost(lost[2])
+            raise self._lost(lost)
 
     def _restore(self) -> None:
         for home, key, value in reversed(self.before):  # two modules may share a home

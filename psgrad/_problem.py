@@ -165,9 +165,14 @@ def make(
 
 def generators(params: Sequence[Tensor]) -> dict[torch.device, Tensor]:
     """The states of the default generators that `fn` may draw from."""
-    devices = {p.device for p in params if p.device.type not in ("cpu", "meta")}
-    states = {device: torch.get_device_module(device).get_rng_state(device) for device in devices}
-    return states | {torch.device("cpu"): torch.get_rng_state()}
+    states = {_CPU: torch.default_generator.get_state()}
+    for p in params:
+        if not p.is_cpu and not p.is_meta and p.device not in states:
+            states[p.device] = torch.get_device_module(p.device).get_rng_state(p.device)
+    return states
+
+
+_CPU = torch.device("cpu")
 
 
 def rewind(states: dict[torch.device, Tensor]) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import psgrad
 from psgrad._memory import Meter
@@ -427,6 +428,15 @@ def test_data_dependent_branch():
     assert (report.samples, report.result_bytes) == (plain.samples, plain.result_bytes)
 
 
+def _knows_shapes(fn, *args):
+    with FakeTensorMode() as mode:
+        try:
+            fn(*map(mode.from_tensor, args))
+        except RuntimeError:
+            return False
+    return True
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch, of ops it has no batching rule for
 def test_op_whose_shapes_torch_does_not_know(capfd):
     """The note says what torch said; torch's own log of it, a traceback, does not come out."""
@@ -435,6 +445,8 @@ def test_op_whose_shapes_torch_does_not_know(capfd):
         groups = torch.tensor([2, 4], dtype=torch.int32)
         return F.grouped_mm(x, p, offs=groups).square().sum()
 
+    if _knows_shapes(fn, torch.randn(2, 16, 8), torch.randn(4, 16)):
+        pytest.skip("this torch knows the shapes")
     records, log = [], logging.getLogger("torch._subclasses.fake_tensor")
     listening = logging.Handler()
     listening.emit = records.append

@@ -555,6 +555,7 @@ def test_a_rule_for_an_op_is_for_all_its_overloads(call: str) -> None:
         check_cube(CALLS[call])
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # a newer torch, of an op without a batching rule
 @pytest.mark.parametrize("call", CALLS)
 def test_a_rule_for_one_overload_is_for_no_other(call: str) -> None:
     with registered(cubes(POWER.text)):
@@ -616,12 +617,25 @@ class OtherCube(Cube):
     """Not the class that the rule is for."""
 
 
+def _takes_keywords() -> bool:
+    """Whether torch itself calls a Function with keywords: up to 2.10 only inside a transform."""
+    try:
+        Cube.apply(torch.ones(2, 3), shift=2.0, w=torch.ones(3))
+    except TypeError:
+        return False
+    return True
+
+
+TAKES_KEYWORDS = _takes_keywords()
+
+
 @pytest.mark.parametrize("key", [Cube, Cube.apply], ids=["class", "apply"])
 def test_an_autograd_function_meets_its_rule(key: Any) -> None:
     with registered(cubes(key)):
         check_cube(Cube.apply)
         check_cube(lambda x, w: Cube.apply(x, w, 2.0))
-        check_cube(lambda x, w: Cube.apply(x, shift=2.0, w=w))
+        if TAKES_KEYWORDS:
+            check_cube(lambda x, w: Cube.apply(x, shift=2.0, w=w))
         check_cube(OtherCube.apply, "vmap")
     check_cube(Cube.apply, "vmap")
 
@@ -654,7 +668,14 @@ def test_an_autograd_function_without_setup_context_meets_its_rule() -> None:
     rule = cubes(OldCube.apply)
     bind = lambda x, w, shift=0.5: rule.bind(x, w, shift)
     with registered(dataclasses.replace(rule, bind=bind)):
-        check_cube(OldCube.apply)
+        check_cube(lambda x, w: OldCube.apply(x, w))
+        if hasattr(OldCube.apply, "__func__"):
+            check_cube(OldCube.apply)
+        else:  # where `apply` is no Python, what was looked up before the run is out of reach: the loop, and it says so
+            with pytest.warns(psgrad.FallbackWarning, match="psgrad runs fn in a loop over samples"):
+                psgrad.testing.check(
+                    lambda w, x, kept=OldCube.apply: kept(x, w).sin().sum(), torch.randn(3), torch.randn(N, 2, 3)
+                )
 
 
 def test_errors_name_an_autograd_function_as_people_write_it() -> None:
