@@ -44,20 +44,22 @@ class Sink(Protocol):
 class Applied:
     """A call of a rule, but for its input."""
 
-    __slots__ = ("constants", "options", "params", "rule", "sink", "tracked", "use", "values")
+    __slots__ = ("constants", "is_complex", "options", "params", "rule", "sink", "tracked", "use", "values")
 
     def __init__(self, rule: Rule, options: Any, params: tuple[Any, ...], sink: Sink) -> None:
         self.rule, self.options, self.params, self.sink = rule, options, params, sink
         values, constants, tracked = [], [], []
+        self.is_complex = False  # of complex numbers, for which no rule is written
         for p in params:  # one loop, not three comprehensions: this runs for every use of a parameter
-            if type(p) is Param:
-                values.append(p.value)
-                tracked.append(True)
-            else:
-                values.append(p)
-                tracked.append(False)
-                if p is not None:
-                    constants.append(p)
+            ours = type(p) is Param
+            if ours:
+                p = p.value
+            elif p is not None:
+                constants.append(p)
+            values.append(p)
+            tracked.append(ours)
+            if p is not None and p.dtype.is_complex:
+                self.is_complex = True
         self.values: list[Any] = values
         self.constants: list[Tensor] = constants  # `fn` might change them
         self.tracked = tuple(tracked)  # which are ours to differentiate

@@ -30,7 +30,7 @@ from ._errors import (
     place_of,
 )
 from ._held import Holding, OwnParameters, again, recorded
-from ._hooks import CompilerLoaded, compilers_noticed, eagerly, functions_seen
+from ._hooks import FUNCTIONS_SEEN, CompilerLoaded, compilers_noticed, eagerly
 from ._intercept import Diverged, Intercept, Retry, Written, reason_of
 from ._op_loop import Unlooped
 from ._param import Source
@@ -177,7 +177,7 @@ def vmapped(problem: Problem, sink: Any, log: list[Use] | None = None) -> Outcom
     settings: list[str] = []
     while True:
         try:
-            with eagerly(), functions_seen():
+            with eagerly(), FUNCTIONS_SEEN:
                 return _through(problem, sink, log, settings)
         except Retry as retry:
             settings.append(retry.setting)  # each is asked for once
@@ -194,7 +194,8 @@ def _through(problem: Problem, sink: Any, log: list[Use] | None, settings: list[
     n = problem.n
     own = OwnParameters(problem.params, lambda: problem.names)
     mode = Intercept(n, problem.randomness, sink, log, problem.frugal or "frugal" in settings, own)
-    mode.lifts, mode.repeats = "lifts" in settings, "repeats" in settings
+    if settings:
+        mode.lifts, mode.repeats = "lifts" in settings, "repeats" in settings
     mode.lasting = problem.lasting
     roots = [p.contiguous() for p in problem.params]
     leaves = [p.expand(n, *p.shape).requires_grad_() for p in roots]
@@ -262,7 +263,10 @@ def _backward(losses: Tensor, mode: Intercept, count: int, sink: Any, seed: Tens
     if derived:
         sink.pull(derived, mode.sources[:count])
     # a rule that runs as a Function hands its factors to the sink and nothing to autograd
-    return any([g is not None for g in found]) or any([source.uses for source in mode.sources])  # noqa: C419, faster
+    for g in reversed(found):
+        if g is not None:
+            return True
+    return any(source.uses for source in mode.sources)
 
 
 _seen_grad = opened(torch.autograd.grad)  # modes are not asked, and so are on while the backward runs

@@ -479,18 +479,18 @@ class NormsOfMany:
     def of(self, factor: Any) -> Tensor:
         """The factor's `norms()`, be they in float64."""
         kind = type(factor)
-        if kind is Outer and factor.x.dim() == 2:
-            return wide_norms(factor.x).mul_(self._of(factor.g, False))
-        if kind is Dense:
-            return self._of(factor.grads, True)
-        norms: Tensor = factor.norms()
-        return norms
-
-    def _of(self, grads: Tensor, give: bool) -> Tensor:
+        if kind is Outer and (x := factor.x).dim() == 2:
+            own, give, grads = wide_norms(x), False, factor.g
+        elif kind is Dense:
+            own, give, grads = None, True, factor.grads
+        else:
+            return factor.norms()  # type: ignore[no-any-return]
         if grads is not self.last or (give and self.given):
             self.norms, self.given = wide_norms(grads), False
             self.last = grads if grads.numel() <= _IN_FLOAT64 else None
-        self.given = self.given or give
+        if own is not None:
+            return own.mul_(self.norms)
+        self.given = True
         return self.norms  # type: ignore[no-any-return]
 
 

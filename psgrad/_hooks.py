@@ -99,7 +99,10 @@ def vmaps_itself(function: Any) -> bool:
     return _is_newer(function) and (function.generate_vmap_rule or function.vmap is not _Function.vmap)
 
 
-class functions_seen:  # noqa: N801, used like a function
+_HOOK_CODE = _Hook.apply.__code__
+
+
+class _FunctionsSeen:
     """Inside, modes of this thread see calls of autograd Functions.
 
     Torch shows them those in the newer style alone, and refuses the others under vmap before any mode is asked. Where
@@ -110,10 +113,11 @@ class functions_seen:  # noqa: N801, used like a function
         global _watching
         with _lock:
             _watching += 1
-            if _apply is None:
-                _Function.apply = _HOOK
-            else:
-                _apply.__code__ = _Hook.apply.__code__
+            if _watching == 1:
+                if _apply is None:
+                    _Function.apply = _HOOK
+                else:
+                    _apply.__code__ = _HOOK_CODE
         _thread.watching += 1
 
     def __exit__(self, *_: object) -> None:
@@ -126,6 +130,9 @@ class functions_seen:  # noqa: N801, used like a function
                     _Function.apply = _method
                 else:
                     _apply.__code__ = _code
+
+
+FUNCTIONS_SEEN = _FunctionsSeen()
 
 
 # ---- torch.compile ---------------------------------------------------------------------------------------

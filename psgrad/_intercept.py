@@ -68,6 +68,7 @@ _PROPERTIES = vars(torch._C.TensorBase)
 _NUMBERS = (_PROPERTIES["imag"].__get__, _PROPERTIES["real"].__get__)  # properties that are views of the numbers
 _OF_MEMORY = (torch.as_strided, torch.Tensor.as_strided)  # of the whole storage, in which a row is somewhere
 _CAREFUL = _masks.FUNCTIONS | SHOWN | UPDATES
+_GUARDED = _CAREFUL | _faults.FUNCTIONS | RANDOM  # of which some calls go another way than their rule
 _SPECIAL = (
     _CAREFUL
     | _faults.FUNCTIONS
@@ -157,6 +158,9 @@ class Intercept(TorchFunctionMode):
         kwargs = kwargs or {}
         try:
             return self._handled(func, args, kwargs)
+        except RuleError:
+            self._ask_op(func, args, kwargs)  # which may say that it is the caller's mistake
+            raise
         except Exception as error:
             if not self._has_second_chance(func, args, kwargs, error):
                 raise
@@ -170,10 +174,12 @@ class Intercept(TorchFunctionMode):
         if func in REDIRECTS:
             key, func, args = REDIRECTS[func](func, args, kwargs)
         seen = self._look((*args, *kwargs.values()) if kwargs else args)
-        _, params, _, graph = seen
         rule = RULES.get(key)
-        if rule is None and not params and not graph and _is_ordinary(func) and kwargs.keys().isdisjoint(_TELLING):
-            return func(*args, **kwargs)  # as most calls are: 2 us on top of vmap's own
+        if rule is None:
+            if not seen.params and not seen.graph and _is_ordinary(func) and kwargs.keys().isdisjoint(_TELLING):
+                return func(*args, **kwargs)  # as most calls are: 2 us on top of vmap's own
+        elif not seen.graph and func not in _GUARDED:
+            return self._ruled(rule, func, args, kwargs, seen)
         if func in RANDOM and not self.recomputing and draws(func, args, kwargs):
             self.draws.before(kwargs.get("generator"))
             try:
@@ -208,11 +214,7 @@ class Intercept(TorchFunctionMode):
                 args, kwargs = self._own_statistics(func, args, kwargs)
                 seen = self._look((*args, *kwargs.values()))
         if rule is not None:
-            try:
-                return self._ruled(rule, func, args, kwargs, seen)
-            except RuleError:
-                self._ask_op(func, args, kwargs)  # which may say that it is the caller's mistake
-                raise
+            return self._ruled(rule, func, args, kwargs, seen)
         if type(func) is FunctionCall:
             return self._function(func, args, kwargs)
         if func in ANSWERS:
@@ -404,15 +406,16 @@ class Intercept(TorchFunctionMode):
 
     def _look(self, values: Iterable[Any]) -> Operands:
         """What there is among the arguments of a call. One loop: it runs for every call that `fn` makes."""
-        tracked, level = self.tracked, self.level
+        param_of, level = self.tracked.get, self.level
         resolved: list[Any] = []
         params: list[Param] = []
         samples = graph = False
         for value in values:
             if isinstance(value, Tensor):
-                if id(value) in tracked:
-                    value = tracked[id(value)]
-                    params.append(value)
+                param = param_of(id(value))
+                if param is not None:
+                    value = param
+                    params.append(param)
                 elif value.requires_grad:  # of a batched tensor vmap says no
                     graph = True
                 elif not samples:
@@ -517,9 +520,9 @@ class Intercept(TorchFunctionMode):
             return func(*args, **kwargs)
         if isinstance(call, Decline):
             return self._plain(func, args, kwargs, params, call.reason)
-        if call.is_complex:
-            return self._plain(func, args, kwargs, params, "complex numbers")
         applied = Applied(rule, call.options, call.params, self.sink)
+        if applied.is_complex or call.x.dtype.is_complex:
+            return self._plain(func, args, kwargs, params, "complex numbers")
         if not seen.samples and not applied.constants and isinstance(call.x, Param) and not self.repeats:
             return self._once(func, args, kwargs, params)  # a standardised weight, say
         for constant in applied.constants:

@@ -170,60 +170,60 @@ class _Holding:
     ) -> None:
         self.model, self.lock = model, lock
         self.slots, self.buffered, self.caches, self.params = slots, buffered, caches, params
-        self.before: list[tuple[Home, str, Any]] = []
+        self.before: list[tuple[Home, str, Any, Any]] = []  # what was there, and what was put there to stay
 
     def __enter__(self) -> None:
         self.lock.acquire()
-        HELD.locks.append(self.lock)
-        HELD.holdings.append(self)
-        params, before = self.params, self.before
+        held, params, before = HELD, self.params, self.before
+        held.locks.append(self.lock)
+        held.holdings.append(self)
         try:
             for home, key, name, p in self.slots:
                 there = home[key]
                 if there is not p and type(there) is torch.nn.Parameter:
                     raise _replaced(name)
-                before.append((home, key, there))
-                home[key] = params[name] if name in params else p.detach()
+                given = params.get(name)
+                before.append((home, key, there, given))
+                home[key] = p.detach() if given is None else given
             for home, key in self.caches:
                 if key in home:
-                    before.append((home, key, home[key]))
+                    before.append((home, key, home[key], None))
             for module in self.buffered:
                 home = module._buffers
                 for key, b in home.items():
                     if b is not None:
-                        before.append((home, key, b))
+                        before.append((home, key, b, None))
                         home[key] = b.clone()
         except BaseException:
             self._restore()
             raise
-        if HELD.record is not None:
-            HELD.record.append(self)
+        if held.record is not None:
+            held.record.append(self)
 
     def __exit__(self, error: object, *_: object) -> None:
-        params = self.params
-        lost = None
-        if error is None:
-            for home, key, name, _ in self.slots:
-                if name in params and home.get(key) is not params[name]:
-                    lost = name
-                    break
-        self._restore()
-        if lost is not None:
+        lost = self._restore()
+        if lost is not None and error is None:
             raise self._lost(lost)
 
-    def _restore(self) -> None:
-        for home, key, value in reversed(self.before):  # two modules may share a home
-            home[key] = value
+    def _restore(self) -> Tensor | None:
+        """The model holds its own again. Returns a parameter that was not where it was put, if there is one."""
+        lost, held = None, HELD
+        for home, key, there, given in reversed(self.before):  # two modules may share a home
+            if given is not None and home.get(key) is not given:
+                lost = given
+            home[key] = there
         self.before.clear()
-        HELD.holdings.pop()
-        HELD.locks.pop()
+        held.holdings.pop()
+        held.locks.pop()
         self.lock.release()
+        return lost
 
     def own(self, t: Tensor) -> str | None:
         """The name of the parameter that `t` is, where another stands in for it."""
         return next((name for _, _, name, p in self.slots if p is t and name in self.params), None)
 
-    def _lost(self, name: str) -> UnsupportedOpError:
+    def _lost(self, given: Tensor) -> UnsupportedOpError:
+        name = next(name for name, p in self.params.items() if p is given)
         path = name.rpartition(".")[0]
         module = self.model.get_submodule(path)
         where = f"in {path!r}, a {type(module).__name__}" if path else f"in the model, a {type(module).__name__}"
