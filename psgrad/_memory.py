@@ -428,7 +428,7 @@ def _settings(problem: Problem) -> Hashable:
 
 
 def _casts(kind: str) -> bool:
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.amp.autocast_mode.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def _training(fn: Any) -> tuple[bool, ...]:
