@@ -21,7 +21,7 @@ from time import perf_counter
 from typing import Any
 
 import psgrad
-from psgrad import _memory
+from psgrad.streaming import budget as _memory
 
 from .memory import MALLOC, grown
 from .timing import fastest

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import vmap
 
-from psgrad import _conv_plan
-from psgrad._patches import Patches, weight_gradient
-from psgrad._plan import ConvGeometry
+from psgrad.factors import conv_costs as _conv_plan
+from psgrad.factors.costs import ConvGeometry
+from psgrad.factors.patches import Patches, weight_gradient
 
 from .__main__ import among, positive, progress
 from .machine import BUSY, Others

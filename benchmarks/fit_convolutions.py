@@ -17,8 +17,8 @@ from unittest import mock
 import numpy as np
 from scipy.optimize import nnls
 
-from psgrad import _conv_plan
-from psgrad._plan import ConvGeometry
+from psgrad.factors import conv_costs as _conv_plan
+from psgrad.factors.costs import ConvGeometry
 
 from .convolutions import Problem, Shape, measure, shape
 from .workloads import setup

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from psgrad._registry import RULES, Call
+from psgrad.registry.rule import RULES, Call
 from psgrad.rules import recurrence
 
 

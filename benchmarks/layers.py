@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from psgrad._param import Param, Source
-from psgrad._registry import Fold, Needs
+from psgrad.registry.params import Param, Source
+from psgrad.registry.rule import Fold, Needs
 
 from .__main__ import among, positive
 from .layer_shapes import FAMILIES, Case

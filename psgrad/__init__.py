@@ -1,11 +1,7 @@
 """Per-sample gradients for any PyTorch function, exactly, at about the price of one backward pass."""
 
-from . import _versions  # noqa: F401, first of all: says which of torch's private names are gone
-
-# isort: split
 from . import extend, ops, rules, testing
-from ._api import per_sample_grads
-from ._errors import (
+from .errors import (
     ArgumentError,
     ArgumentTypeError,
     FallbackWarning,
@@ -15,9 +11,11 @@ from ._errors import (
     UnusedParametersWarning,
     VerificationError,
 )
-from ._factored import FactoredGrads, concat
-from ._module import from_module
-from ._quantities import (
+from .module import from_module
+from .ops import use_rules
+from .quantities.factored import FactoredGrads, concat
+from .quantities.grads import per_sample_grads
+from .quantities.others import (
     ClippedGrad,
     GradStats,
     clipped_grad,
@@ -27,9 +25,8 @@ from ._quantities import (
     per_sample_norms,
     weighted_grad,
 )
-from ._report import Report, explain
-from ._verify import Comparison, Verification, verify
-from .ops import use_rules
+from .report import Report, explain
+from .verification import Comparison, Verification, verify
 
 __version__ = "0.1.0"
 

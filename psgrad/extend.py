@@ -53,11 +53,11 @@ over samples. An error that the op itself raises for a wrong call stays the op's
 `psgrad.testing.check` does.
 """
 
-from ._factors import Dense, Factor, Outer, Product, Rows
-from ._patches import Patches
-from ._plan import ConvGeometry, Plan
-from ._plugin import register, unregister
-from ._registry import Call, Composite, Decline, Fold, Needs, Param, Rule
+from .factors.costs import ConvGeometry, Plan
+from .factors.leaves import Dense, Factor, Outer, Product, Rows
+from .factors.patches import Patches
+from .registry.plugin import register, unregister
+from .registry.rule import Call, Composite, Decline, Fold, Needs, Param, Rule
 
 __all__ = [
     "Call",

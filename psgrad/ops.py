@@ -20,14 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
-from . import _functorch as ft
-from ._composable import composable
-from ._registry import RULES, Composite, Decline, Rule
+from .composable import composable
+from .registry.rule import RULES, Composite, Decline, Rule
 from .rules import conv as _conv
 from .rules import embedding as _embedding
 from .rules import linear as _linear
 from .rules import norm as _norm
 from .rules import recurrence as _recurrence
+from .torch_ import levels as ft
 
 __all__ = [
     "batch_norm",

@@ -7,14 +7,15 @@ from typing import Any
 import optree
 import torch
 
-from . import _engine, _problem
-from ._api import per_sample_grads
-from ._applied import Use
-from ._hooks import uncompiled
-from ._intercept import Diverged
-from ._op_loop import Unlooped
-from ._problem import Problem
-from ._sink import DenseSink
+from .engine import ladder as _engine
+from .engine import problem as _problem
+from .engine.collectors import DenseSink
+from .engine.mode import Diverged
+from .engine.op_loop import Unlooped
+from .engine.problem import Problem
+from .engine.rule_call import Use
+from .quantities.grads import per_sample_grads
+from .torch_.hooks import uncompiled
 
 
 @uncompiled

@@ -20,7 +20,7 @@ from benchmarks.peers import PEERS
 from benchmarks.peers.peer import Peer, Ready
 from benchmarks.quantities import NAMES, Truth
 from benchmarks.workloads import LARGE, WORKLOADS, Point, Task
-from psgrad._conv_plan import COSTS
+from psgrad.factors.conv_costs import COSTS
 
 TINY = ["--only", "mlp-tiny", "--rounds", "1"]
 OTHERS = ("opacus", "backpack", "jax")

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import psgrad
-from psgrad._memory import Meter
+from psgrad.streaming.budget import Meter
 
 N, WIDTH = 5, 6
 recomputed = partial(checkpoint, use_reentrant=False)

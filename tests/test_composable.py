@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 import psgrad
-from psgrad import _composable
+from psgrad import composable as _composable
 from psgrad.ops import _RULED
 
 from .cases import CASES, Case, default_dtype, loss

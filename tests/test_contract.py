@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 import psgrad
-from psgrad import _plan, _registry
-from psgrad._registry import RULES, Composite, Fold, Rule
+from psgrad.factors import costs as _plan
+from psgrad.registry import rule as _registry
+from psgrad.registry.rule import RULES, Composite, Fold, Rule
 
 from .cases import CASES, RECURRENT, Case, N, draw, loss
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import psgrad
-from psgrad._memory import Meter
+from psgrad.streaming.budget import Meter
 
 
 class ConvNet(nn.Module):

@@ -537,7 +537,7 @@ def test_a_custom_op_meets_its_rule_however_it_is_called(key: str, called: str) 
     with registered(cubes(CUBE[key])):
         check_cube(CUBE[called])
         check_cube(lambda x, w: CUBE[called](x, w=w, shift=2.0))
-    assert not set(CUBE.values()) & set(psgrad._registry.RULES)
+    assert not set(CUBE.values()) & set(psgrad.registry.rule.RULES)
 
 
 POWER = torch.ops.psgrad_tests.power
@@ -711,14 +711,14 @@ def test_register_refuses_a_bare_function() -> None:
 
 @pytest.mark.parametrize(("key", "named"), [(torch.nn.Linear, "the class Linear"), ("mm", "a str")])
 def test_register_refuses_what_no_mode_sees(key: Any, named: str) -> None:
-    before = dict(psgrad._registry.RULES)
+    before = dict(psgrad.registry.rule.RULES)
     with pytest.raises(psgrad.ArgumentTypeError) as error:
         register(dataclasses.replace(HYPOT, functions=(torch.hypot, key)))
     assert str(error.value) == (
         f"a rule is for functions that torch lets a mode see, not for {named}\n"
         "  give torch functions, ops of torch.ops or torch.library.custom_op, or autograd Functions."
     )
-    assert before == psgrad._registry.RULES
+    assert before == psgrad.registry.rule.RULES
 
 
 def test_unregister_takes_out_its_own_rule_alone() -> None:

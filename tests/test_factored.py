@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import psgrad
-from psgrad._factored import Block
-from psgrad._factors import Dense, Factor
-from psgrad._kept import Placed, Pulled, Term
-from psgrad._saved import RECORDS
+from psgrad.factors.leaves import Dense, Factor
+from psgrad.factors.plain_data import RECORDS
+from psgrad.factors.sum import Placed, Pulled, Term
+from psgrad.quantities.factored import Block
 
 from .cases import Case, Layer
 from .test_contract import assert_close

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import psgrad
-from psgrad._memory import Meter
+from psgrad.streaming.budget import Meter
 
 N = 6
 

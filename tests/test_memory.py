@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import psgrad
-from psgrad import _memory
-from psgrad._applied import Applied
-from psgrad._param import Param, Source
-from psgrad._plan import ConvGeometry
+from psgrad.engine.rule_call import Applied
+from psgrad.factors.costs import ConvGeometry
+from psgrad.registry.params import Param, Source
 from psgrad.rules.conv import CONV
+from psgrad.streaming import budget as _memory
 
 resident = pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="Linux says how much memory a process takes"
@@ -63,7 +63,7 @@ def in_process(script: str) -> list[list[float]]:
 
 _KERNELS = """
 import torch
-from psgrad._scratch import scratch
+from psgrad.streaming.kernel_scratch import scratch
 
 aten = torch.ops.aten
 torch.set_num_threads(2)
@@ -103,9 +103,9 @@ def test_what_convolutions_take_for_themselves_is_known() -> None:
 
 _STRATEGIES = """
 import torch
-from psgrad._memory import Meter
-from psgrad._patches import Patches
-from psgrad._plan import ConvGeometry
+from psgrad.streaming.budget import Meter
+from psgrad.factors.patches import Patches
+from psgrad.factors.costs import ConvGeometry
 
 torch.set_num_threads(2)
 x, g, out = torch.randn(16, 1, 64, 16, 16), torch.randn(16, 1, 64, 16, 16), torch.zeros(16, 64, 64, 3, 3)

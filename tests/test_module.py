@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import psgrad
-from psgrad._registry import RULES
+from psgrad.registry.rule import RULES
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import psgrad
-from psgrad import _faults
+from psgrad.engine import faults as _faults
 from psgrad.testing import check
 
 

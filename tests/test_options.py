@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import psgrad
-from psgrad._memory import Meter
-from psgrad._overlap import first_clash, is_distinct
+from psgrad.streaming.budget import Meter
+from psgrad.torch_.overlap import first_clash, is_distinct
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ import torch
 
 import psgrad
 from psgrad import __main__ as demo
-from psgrad._registry import RULES
+from psgrad.registry.rule import RULES
 
 from . import test_readme
 from .cases import op

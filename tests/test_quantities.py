@@ -21,9 +21,11 @@ from torch.func import grad, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import psgrad
-from psgrad import _memory, _pairs, _plan
-from psgrad._factors import Dense, Outer, norm_of_norms
-from psgrad._patches import Patches
+from psgrad.factors import costs as _plan
+from psgrad.factors import inner as _pairs
+from psgrad.factors.leaves import Dense, Outer, norm_of_norms
+from psgrad.factors.patches import Patches
+from psgrad.streaming import budget as _memory
 
 from .cases import CASES, Case, N
 from .test_contract import assert_close

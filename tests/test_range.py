@@ -12,11 +12,13 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import psgrad
-from psgrad import _factors, _memory, _plan
-from psgrad._factors import Dense, Factor, Outer, Product, Rows, Tied
-from psgrad._kept import Kept, Placed, Pulled, Term
-from psgrad._param import Region
-from psgrad._patches import Patches
+from psgrad.factors import costs as _plan
+from psgrad.factors import leaves as _factors
+from psgrad.factors.leaves import Dense, Factor, Outer, Product, Rows, Tied
+from psgrad.factors.patches import Patches
+from psgrad.factors.sum import Kept, Placed, Pulled, Term
+from psgrad.registry.params import Region
+from psgrad.streaming import budget as _memory
 
 MAGNITUDES = {
     torch.float32: (1e-35, 1e-25, 1e-15, 1.0, 1e15, 1e25, 1e35),

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import psgrad
-from psgrad._errors import name_of
-from psgrad._registry import RULES, Composite, Fold, Rule
+from psgrad.errors import name_of
+from psgrad.registry.rule import RULES, Composite, Fold, Rule
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 OPERATORS = {"matmul": "@", "add": "+", "sub": "-", "mul": "*", "truediv": "/", "getitem": "table[index]"}

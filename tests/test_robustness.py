@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import psgrad
-from psgrad import _plan
+from psgrad.factors import costs as _plan
 from psgrad.rules.linear import LINEAR
 
 

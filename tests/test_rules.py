@@ -13,8 +13,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import psgrad
-from psgrad import _conv_plan, _patches, _plan
 from psgrad.extend import ConvGeometry, Outer, Patches, Rows
+from psgrad.factors import conv_costs as _conv_plan
+from psgrad.factors import costs as _plan
+from psgrad.factors import patches as _patches
 
 from . import strategies as some
 from .cases import loss

@@ -96,7 +96,7 @@ def test_one_sample_that_uses_one_parameter_is_enough(name, options):
 
 @pytest.mark.parametrize("small", [True, False])
 def test_gradients_that_are_zero_are_gradients(small, monkeypatch):
-    monkeypatch.setattr("psgrad._plan.SMALL", psgrad._plan.SMALL if small else -1)
+    monkeypatch.setattr("psgrad.factors.costs.SMALL", psgrad.factors.costs.SMALL if small else -1)
     for fn in (
         lambda p, x: F.linear(x, p["w"]).sum() * 0,
         lambda p, x: F.linear(x, p["w"]).round().sum(),

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import psgrad
-from psgrad._registry import RULES
 from psgrad.extend import Outer
+from psgrad.registry.rule import RULES
 
 
 def net():
@@ -247,14 +247,14 @@ def test_a_wrong_output():
 def test_wrong_norms_name_the_parameter(monkeypatch):
     """Gradients right, norms wrong: each quantity has ways of its own."""
     fn, params, batch = net()
-    monkeypatch.setattr("psgrad._factors.wide_norms", lambda grads: torch.ones(len(grads), dtype=grads.dtype))
+    monkeypatch.setattr("psgrad.factors.leaves.wide_norms", lambda grads: torch.ones(len(grads), dtype=grads.dtype))
     with pytest.raises(psgrad.VerificationError, match=r"^the norms of params\['\d\.\w+'\] differ from those"):
         psgrad.verify(fn, params, batch)
 
 
 def test_wrong_sums_name_the_parameter(monkeypatch):
     fn, params, batch = net()
-    monkeypatch.setattr("psgrad._verify.clipped_grad", lambda *a, **k: psgrad.clipped_grad(*a[:3], 1e-3, **k))
+    monkeypatch.setattr("psgrad.verification.clipped_grad", lambda *a, **k: psgrad.clipped_grad(*a[:3], 1e-3, **k))
     with pytest.raises(psgrad.VerificationError, match=r"^the clipped sum of params\['\d\.\w+'\] differ") as raised:
         psgrad.verify(fn, params, batch)
     assert "\n  over all samples by " in str(raised.value)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils import checkpoint
 
-from psgrad import _versions
+from psgrad.torch_ import versions as _versions
 
 ROOT = Path(__file__).resolve().parent.parent
 LISTED = {f"{home}.{name}" for home, names in _versions.PRIVATE.items() for name in re.split(r"[ |]", names)}

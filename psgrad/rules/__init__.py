@@ -1,6 +1,6 @@
 """The rules, one file per family of ops. A new op is a file here and a line below."""
 
-from .._registry import Entry, fill
+from ..registry.rule import Entry, fill
 from . import attention, conv, elementwise, embedding, linear, loss, norm, recurrence, recurrent
 
 _FAMILIES: tuple[Entry, ...] = (

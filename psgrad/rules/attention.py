@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._registry import Decline, Fold
+from ..registry.rule import Decline, Fold
 
 
 class Options(NamedTuple):

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._factors import Dense, Factor
-from .._patches import Patches
-from .._plan import ConvGeometry
-from .._registry import Call, Decline, Needs, Rule
+from ..factors.costs import ConvGeometry
+from ..factors.leaves import Dense, Factor
+from ..factors.patches import Patches
+from ..registry.rule import Call, Decline, Needs, Rule
 
 
 def _images(t: Tensor) -> Tensor:

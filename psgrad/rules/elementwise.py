@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._factors import Dense, Factor, Product
-from .._registry import Call, Decline, Needs, Param, Rule
+from ..factors.leaves import Dense, Factor, Product
+from ..registry.rule import Call, Decline, Needs, Param, Rule
 
 
 class Options(NamedTuple):

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import _functorch as ft
-from .._errors import UnsupportedOpError, place
-from .._factors import Factor, Rows, as_rows
-from .._registry import Call, Decline, Needs, Param, Rule
+from ..errors import UnsupportedOpError, place
+from ..factors.leaves import Factor, Rows, as_rows
+from ..registry.rule import Call, Decline, Needs, Param, Rule
+from ..torch_ import levels as ft
 
 
 def forward(options: tuple[int | None, bool], index: Tensor, weight: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:

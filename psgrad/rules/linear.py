@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._factors import Dense, Factor, Outer, as_rows, merged
-from .._registry import Call, Decline, Needs, Param, Rule
+from ..factors.leaves import Dense, Factor, Outer, as_rows, merged
+from ..registry.rule import Call, Decline, Needs, Param, Rule
 
 
 def forward(options: None, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:

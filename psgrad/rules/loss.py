@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import _functorch as ft
-from .._factors import merged
-from .._registry import Decline, Fold
+from ..factors.leaves import merged
+from ..registry.rule import Decline, Fold
+from ..torch_ import levels as ft
 
 
 class Options(NamedTuple):

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._errors import UnsupportedOpError, place
-from .._factors import Dense, Factor, Product
-from .._functorch import current_level
-from .._registry import Call, Decline, Needs, Param, Rule
+from ..errors import UnsupportedOpError, place
+from ..factors.leaves import Dense, Factor, Product
+from ..registry.rule import Call, Decline, Needs, Param, Rule
+from ..torch_.levels import current_level
 
 Saved = tuple[Tensor, ...]
 _aten = torch.ops.aten

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from .. import _functorch as ft
-from .._factors import Dense, Factor, Outer
-from .._registry import Call, Needs, Param, Rule
+from ..factors.leaves import Dense, Factor, Outer
+from ..registry.rule import Call, Needs, Param, Rule
+from ..torch_ import levels as ft
 
 Saved = tuple[Tensor, ...]
 Params = Sequence[Any]

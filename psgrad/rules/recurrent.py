@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._registry import Composite
+from ..registry.rule import Composite
 from .recurrence import GRU, LSTM, RNN_RELU, RNN_TANH, Layer
 
 _LSTM = LSTM.functions[0]

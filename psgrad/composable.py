@@ -1,0 +1,207 @@
+"""A rule as a composable autograd Function: vmap, grad, jvp and double backward work through it.
+
+`vmap(grad(f))` reaches two hand-written vmaps: that of the op, and that of its gradient, where a rule's
+backward gives all per-sample gradients at once. Everything else about the two Functions (their double
+backward, forward mode, vmap over a weight that differs between samples) is torch's own derivative of
+torch's own op, so it is right for any nesting of transforms.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .registry.rule import Call, Needs, Rule
+
+
+class _Spec(NamedTuple):
+    """A bound call but for its tensors. `samples`: whether x has the sample axis in front."""
+
+    rule: Rule
+    options: Any
+    samples: bool
+    needs: Needs
+
+
+def _forward(spec: _Spec, x: Tensor, *params: Tensor | None) -> tuple[Tensor, ...]:
+    y, saved = spec.rule.forward(spec.options, x if spec.samples else x[None], *params)
+    y = y if spec.samples else y[0]
+    return y.data if y._is_view() else y, *saved  # a view made in here could not be changed in place outside
+
+
+def _reference(spec: _Spec) -> Callable[..., Tensor]:
+    """The op as a plain function that torch differentiates, any number of times."""
+    plain = spec.rule.plain or (lambda *args: spec.rule.forward(*args)[0])
+    if spec.samples:
+        return lambda x, *params: plain(spec.options, x, *params)
+    return lambda x, *params: plain(spec.options, x[None], *params)[0]
+
+
+def _tensors(args: Any) -> list[int]:
+    return [i for i, a in enumerate(args) if isinstance(a, Tensor) and a.is_floating_point()]
+
+
+def _partial(function: Callable[..., Any], args: Any, where: list[int]) -> Callable[..., Any]:
+    """`function` of the floating tensors among `args` alone."""
+
+    def of(*some: Tensor) -> Any:
+        full = list(args)
+        for i, t in zip(where, some, strict=True):
+            full[i] = t
+        return function(*full)
+
+    return of
+
+
+def _gradient(spec: _Spec) -> Callable[..., tuple[Tensor, ...]]:
+    """The op's gradient as a plain differentiable function of (g, x, *params)."""
+
+    def one(g: Tensor, x: Tensor, *params: Tensor | None) -> tuple[Tensor, ...]:
+        args = (x, *params)
+        where = [i for i in _tensors(args) if (spec.needs.x, *spec.needs.params)[i]]
+        alone = _partial(_reference(spec._replace(samples=False)), args, where)
+        pull: Any = torch.func.vjp(alone, *(args[i] for i in where))[1]
+        found: tuple[Tensor, ...] = pull(g)
+        return found
+
+    if not spec.samples:
+        return one
+    return lambda g, x, *params: torch.vmap(one, in_dims=(0, 0, *[None] * len(params)))(g, x, *params)
+
+
+def _push(function: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
+    """The derivative of `function` in one direction."""
+    try:
+        return torch.func.jvp(function, primals, tangents)[1]
+    except RuntimeError as error:
+        if "Nested forward mode" not in str(error):
+            raise
+    # inside torch.autograd.forward_ad, where forward mode does not nest: by two reverse passes
+    out, pull = torch.func.vjp(function, *primals)[:2]
+    zeros = torch.zeros_like(out) if isinstance(out, Tensor) else tuple(map(torch.zeros_like, out))
+    return torch.func.vjp(pull, zeros)[1](tangents)[0]
+
+
+class _Op(torch.autograd.Function):
+    """The op. Besides its output it returns what the backward wants, which is not differentiable."""
+
+    @staticmethod
+    def forward(spec: _Spec, x: Tensor, *params: Tensor | None) -> tuple[Tensor, ...]:
+        return _forward(spec, x, *params)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
+        spec, x, *params = inputs
+        ctx.spec, ctx.count, ctx.saved = spec, len(params), len(output) - 1
+        ctx.save_for_backward(x, *params, *output[1:])
+        ctx.save_for_forward(x, *params)
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None, *_: Any) -> Any:
+        x, *rest = ctx.saved_tensors
+        params, saved = rest[: ctx.count], rest[ctx.count :]
+        _, need_x, *need_params = ctx.needs_input_grad
+        if g is None:
+            return None, None, *[None] * ctx.count
+        needs = Needs(need_x, tuple(need_params))
+        found = iter(_OpGrad.apply(ctx.spec._replace(needs=needs), len(saved), g, x, *saved, *params))
+        return None, *(next(found) if need else None for need in (need_x, *need_params))
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Any:
+        args = ctx.saved_tensors
+        where = [i for i, t in enumerate(tangents) if t is not None]
+        alone = _partial(_reference(ctx.spec), args, where)
+        out = _push(alone, tuple(args[i] for i in where), tuple(tangents[i] for i in where))
+        return out, *[None] * ctx.saved
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, spec: _Spec, x: Tensor, *params: Tensor | None) -> Any:
+        _, x_dim, *dims = in_dims
+        if any(d is not None for d in dims):  # the weight differs between samples: torch's own way
+            y = torch.vmap(_reference(spec), in_dims=(x_dim, *dims))(x, *params)
+            return (y, *(y.new_empty(info.batch_size, 0) for _ in range(spec.rule.saves))), 0  # nobody reads these
+        n, x = info.batch_size, x.movedim(x_dim, 0)
+        if spec.samples:
+            y, *saved = _Op.apply(spec, x.flatten(0, 1), *params)
+            y = y.unflatten(0, (n, -1))
+        else:
+            y, *saved = _Op.apply(spec._replace(samples=True), x, *params)
+        return (y, *(t.unflatten(0, (n, -1)) for t in saved)), 0
+
+
+class _OpGrad(torch.autograd.Function):
+    """The op's gradient: of x, and of each parameter, per sample where the call has samples."""
+
+    @staticmethod
+    def forward(spec: _Spec, count: int, g: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        saved, params = rest[:count], rest[count:]
+        if not spec.samples:
+            g, x = g[None], x[None]
+        gx, factors = spec.rule.backward(spec.options, g, x, params, saved, spec.needs)
+        found = [] if gx is None else [gx]
+        for p, factor in zip(params, factors, strict=True):
+            if factor is not None:
+                found.append(factor.dense().reshape(len(x), *p.shape).to(p.dtype))
+        return tuple(t if spec.samples else t[0] for t in found)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        spec, count, g, x, *rest = inputs
+        ctx.spec, ctx.count = spec, count
+        ctx.save_for_backward(g, x, *rest[count:])
+        ctx.save_for_forward(g, x, *rest[count:])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        args = ctx.saved_tensors
+        where = _tensors(args)
+        pull: Any = torch.func.vjp(_partial(_gradient(ctx.spec), args, where), *(args[i] for i in where))[1]
+        found: list[Tensor | None] = [None] * len(args)
+        for i, grad in zip(where, pull(cotangents), strict=True):
+            found[i] = grad
+        g, x, *params = found
+        return None, None, g, x, *[None] * ctx.count, *params
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, __: None, g: Any, x: Any, *rest: Any) -> Any:
+        args, tangents = ctx.saved_tensors, (g, x, *rest[ctx.count :])
+        where = [i for i, t in enumerate(tangents) if t is not None]
+        alone = _partial(_gradient(ctx.spec), args, where)
+        return _push(alone, tuple(args[i] for i in where), tuple(tangents[i] for i in where))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, spec: _Spec, count: int, g: Tensor, x: Tensor, *rest: Any) -> Any:
+        _, _, *dims = in_dims
+        params = rest[count:]
+        if any(d is not None for d in dims[2 + count :]):
+            function = _gradient(spec)
+            return torch.vmap(function, in_dims=(*dims[:2], *dims[2 + count :]))(g, x, *params), 0
+
+        def front(t: Any, dim: int | None) -> Any:
+            return t.movedim(dim, 0) if dim is not None else t.expand(info.batch_size, *t.shape)
+
+        g, x, *saved = (front(t, d) for t, d in zip((g, x, *rest[:count]), dims[: 2 + count], strict=True))
+        # as one call on all their samples would have saved it; the kernels take contiguous memory for granted
+        saved = [t.flatten(0, 1).contiguous() for t in saved]
+        if not spec.samples:
+            return _OpGrad.apply(spec._replace(samples=True), count, g, x, *saved, *params), 0
+        flat = _OpGrad.apply(spec, count, g.flatten(0, 1), x.flatten(0, 1), *saved, *params)
+        return tuple(t.unflatten(0, (info.batch_size, -1)) for t in flat), 0
+
+
+def composable(rule: Rule, call: Call) -> Tensor:
+    """A bound call on ordinary tensors, through the composable Functions."""
+
+    def lifted(change: Callable[..., Tensor] | None, t: Tensor) -> Tensor:
+        if change is None:
+            return t
+        others = [None if o is None else o[None] for o in call.others]
+        return change(t[None], *others)[0]  # `before` and `after` expect a sample axis
+
+    spec = _Spec(rule, call.options, False, Needs(True, tuple(p is not None for p in call.params)))
+    y: Tensor = _Op.apply(spec, lifted(call.before, call.x), *call.params)[0]
+    return lifted(call.after, y)

@@ -1,0 +1,62 @@
+"""Random numbers that `fn` draws: whether they are the run's own, or of a generator that `fn` has seeded.
+
+Under vmap one draw serves all samples, each with numbers of its own. Where `fn` seeds a generator, every sample is
+to draw the same, as it does when samples run one after the other: so they do.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from .op_loop import Unlooped
+from .problem import generators
+
+_NAMES = (
+    "alpha_dropout alpha_dropout_ bernoulli bernoulli_ binomial cauchy_ dropout dropout_ dropout1d dropout2d dropout3d "
+    "exponential_ feature_alpha_dropout feature_alpha_dropout_ feature_dropout feature_dropout_ fractional_max_pool2d "
+    "fractional_max_pool3d geometric_ gumbel_softmax log_normal_ multinomial native_dropout normal normal_ poisson "
+    "rand rand_like randint randint_like randn randn_like random_ randperm rrelu rrelu_ uniform_ _sample_dirichlet "
+    "_standard_gamma scaled_dot_product_attention"
+)
+RANDOM = frozenset(
+    function
+    for name in _NAMES.split()
+    for home in (torch, torch.Tensor, F)
+    if (function := getattr(home, name, None)) is not None
+)
+
+
+_ATTENTION = F.scaled_dot_product_attention
+
+
+def draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a call of one of these functions may draw."""
+    return func is not _ATTENTION or bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0))
+
+
+class Draws:
+    """The states of the default generators, from one draw to the next."""
+
+    def __init__(self, params: Sequence[Tensor], randomness: str) -> None:
+        self.params = params
+        self.watches = randomness == "different" and _get_current_dispatch_mode() is None
+        self.states = generators(params) if self.watches else {}
+
+    def before(self, generator: Any) -> None:
+        """A draw is about to happen, from `generator` or from the default ones."""
+        if not self.watches:
+            return
+        if generator is not None:
+            raise Unlooped("fn draws from a generator of its own")
+        now = generators(self.params)
+        if not all(torch.equal(state, now[device]) for device, state in self.states.items()):
+            raise Unlooped("fn seeds the random numbers that it draws")
+
+    def after(self) -> None:
+        """A draw, or something that may have drawn, is over."""
+        if self.watches:
+            self.states = generators(self.params)

@@ -1,0 +1,127 @@
+"""What torch's vmap gets wrong without a word, and what is done in its place.
+
+One table; a test says when torch mends an entry. Each names the functions, says which calls of them are meant, and
+gives a call that vmap gets right; or none, and then the op runs in a loop over samples.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .op_loop import Unlooped
+
+Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+Differs = Callable[[Any], bool]  # whether an argument differs between samples, and is not a parameter itself
+
+
+class Fault(NamedTuple):
+    functions: tuple[Callable[..., Any], ...]
+    what: str  # that vmap does
+    meant: Callable[[Differs, tuple[Any, ...], dict[str, Any]], bool]
+    instead: Callable[..., Call] | None = None  # of the call's arguments
+
+
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], at: int, name: str) -> Any:
+    return args[at] if len(args) > at else kwargs.get(name)
+
+
+def _always(differs: Differs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return True
+
+
+def _is_scalar(differs: Differs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return isinstance(args[0], Tensor) and args[0].dim() == 0
+
+
+def _is_bare(differs: Differs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return len(args) == 1 and not kwargs
+
+
+def _selected(input: Tensor, src: Tensor, dim: int, index: int) -> Call:
+    dim, index = dim % input.dim(), index % input.shape[dim]
+    after = input.shape[dim] - index - 1
+    parts = input.narrow(dim, 0, index), src.unsqueeze(dim), input.narrow(dim, index + 1, after)
+    return torch.cat, (parts, dim), {}
+
+
+def _copied(input: Tensor, *_: Any, **__: Any) -> Call:
+    return torch.clone, (input,), {}
+
+
+def _squeeze_axes(t: Tensor) -> Tensor:
+    for axis in reversed([i for i, size in enumerate(t.shape) if size == 1]):
+        t.squeeze_(axis)
+    return t
+
+
+def _squeezed(t: Tensor) -> Call:
+    return _squeeze_axes, (t,), {}
+
+
+def _refused(*_: Any, **__: Any) -> Call:
+    raise Unlooped("as_strided is of the batch's memory, not of a sample's")
+
+
+def _index_filled(input: Tensor, dim: int, index: Tensor, value: Any) -> Call:
+    size = input.shape[dim] if input.dim() else 1
+    chosen = (torch.arange(size, device=input.device)[:, None] == index % size).any(1)
+    shape = [size if i == dim % input.dim() else 1 for i in range(input.dim())]
+    return torch.where, (chosen.view(shape), value.to(input.dtype) if isinstance(value, Tensor) else value, input), {}
+
+
+def _is_changed(name: str) -> Callable[..., Call]:
+    """A write in place as what it stands for: a new value, copied to where the old one was."""
+    plain = getattr(torch.Tensor, name)
+
+    def changed(t: Tensor, *args: Any, **kwargs: Any) -> Call:
+        return torch.Tensor.copy_, (t, plain(t.clone(), *args, **kwargs)), {}  # the backward may read the old one
+
+    return changed
+
+
+def _pads(differs: Differs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return differs(_argument(args, kwargs, 1, "weight")) and _argument(args, kwargs, 2, "padding_idx") is not None
+
+
+def _unpadded(input: Tensor, weight: Tensor, padding_idx: int, *args: Any, **kwargs: Any) -> Call:
+    """No gradient goes to the padding because none can."""
+    rows = torch.arange(len(weight), device=weight.device)[:, None]
+    return (
+        F.embedding,
+        (input, torch.where(rows == padding_idx % len(weight), weight.detach(), weight), None, *args),
+        kwargs,
+    )
+
+
+T = torch.Tensor
+# in place, vmap writes over what the backward then asks for
+_IN_PLACE = ["addbmm", "cumprod", "float_power", "hypot", "index_reduce", "ldexp", "pow"]
+TABLE = (
+    *(
+        Fault((getattr(T, f"{name}_"),), "writes over what the backward needs", _always, _is_changed(name))
+        for name in _IN_PLACE
+    ),
+    Fault((T.__ipow__,), "writes over what the backward needs", _always, _is_changed("pow")),
+    Fault((torch.index_fill, T.index_fill), "mistakes the axis of a value", _always, _index_filled),
+    Fault((T.index_fill_,), "mistakes the axis of a value", _always, _is_changed("index_fill")),
+    Fault(
+        (torch.as_strided_copy, torch.as_strided_scatter, T.as_strided_scatter),
+        "takes the memory of all samples for that of one",
+        _always,
+        _refused,
+    ),
+    Fault((torch.select_scatter, T.select_scatter), "multiplies the gradient of src", _always, _selected),
+    Fault((torch.roll, T.roll), "rolls a scalar along the samples", _is_scalar, _copied),
+    Fault((T.squeeze_,), "takes the axis of a single sample away", _is_bare, _squeezed),
+    Fault((T.as_strided_,), "takes the memory of all samples for that of one", _always, _refused),
+    Fault((F.embedding,), "lets a gradient through to the padding", _pads, _unpadded),
+)
+FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(function for fault in TABLE for function in fault.functions)
+
+
+def fault_of(func: Any, args: Any, kwargs: Any, differs: Differs) -> Fault | None:
+    """The fault that a call would meet."""
+    return next((f for f in TABLE if func in f.functions and f.meant(differs, args, kwargs)), None)

@@ -1,0 +1,88 @@
+"""Models that hold given parameters in place of their own, and own parameters that are met all the same."""
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedOpError, name_of, place
+from ..registry.params import shares_memory
+
+
+class Holding(Protocol):
+    """A context in which a model holds given parameters. It can be entered again."""
+
+    model: Any
+
+    def __enter__(self) -> None: ...
+    def __exit__(self, *error: Any) -> None: ...
+    def own(self, t: Tensor) -> str | None: ...
+
+
+class _Held(threading.local):
+    """What this thread has put into models."""
+
+    def __init__(self) -> None:
+        self.locks: list[Any] = []  # on models
+        self.holdings: list[Holding] = []  # those that are entered
+        self.record: list[Holding] | None = None  # all that were entered, where somebody asks
+
+
+HELD = _Held()
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Holding]]:
+    """The holdings that are entered inside, to be entered once more for a backward that runs a model again."""
+    before, HELD.record = HELD.record, []
+    try:
+        yield HELD.record
+    finally:
+        HELD.record = before
+
+
+@contextlib.contextmanager
+def again(record: Sequence[Holding]) -> Iterator[None]:
+    """Inside, models hold what they held while `record` was made; a model that held two things, neither."""
+    models = [holding.model for holding in record]
+    with contextlib.ExitStack() as stack:
+        for holding in record:
+            if sum(model is holding.model for model in models) == 1:
+                stack.enter_context(holding)
+        yield
+
+
+_DETACH = (Tensor.detach, torch.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
+
+
+class OwnParameters:
+    """The tensors that the given parameters stand for: as a constant, one of them is a gradient lost."""
+
+    def __init__(self, params: Sequence[Tensor], names: Any) -> None:
+        self.params, self.names = params, names  # names: a function that gives their paths
+
+    def refuse(self, func: Any, t: Tensor) -> None:
+        """Raise where `t`, a leaf that requires grad, is one of them, and is not about to become a constant openly."""
+        if func in _DETACH:
+            return
+        for holding in HELD.holdings:
+            if (name := holding.own(t)) is not None:
+                raise UnsupportedOpError(
+                    f"{name_of(func)} uses the model's own parameter {name!r} in place of params[{name!r}], "
+                    "as a constant\n"
+                    f"  called at {place()}\n"
+                    "  the model holds it in a second place, where fn cannot replace it: read it from the module when "
+                    "it is used,\n"
+                    "  or take it out of params if it is meant to be a constant."
+                )
+        for i, p in enumerate(self.params):
+            if shares_memory(t, p) and t.storage_offset() == p.storage_offset() and t.shape == p.shape:
+                raise UnsupportedOpError(
+                    f"{name_of(func)} uses {self.names()[i]} as a constant: a tensor with its memory that fn closes "
+                    "over\n"
+                    f"  called at {place()}\n"
+                    "  use what fn is given in params; if a constant is meant, close over its detach()."
+                )

@@ -1,0 +1,111 @@
+"""A loop over samples for one op: the rung between plain vmap and a loop for the whole call.
+
+Where vmap refuses an op, or gets it wrong, the op runs for one sample after the other, on rows of the (N, ...)
+tensors behind its arguments, and ordinary autograd follows. Everything around it keeps its rules.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ..torch_ import levels as ft
+from ..torch_.hooks import FunctionCall
+
+Split = Callable[[list[Any]], None]  # raises where keys, one per sample, are not all equal
+
+
+class Unlooped(BaseException):
+    """An op cannot run sample by sample on its own: the whole call has to. Not for `fn` to catch."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.why = why
+
+
+class _Alone(TorchFunctionMode):
+    """Refuses what still has the sample axis: an op that reaches for it is no function of its arguments alone."""
+
+    def __init__(self, level: int) -> None:
+        super().__init__()
+        self.level = level
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(isinstance(t, Tensor) and ft.is_batched(t, self.level) for t in _leaves((args, kwargs))):
+            raise Unlooped("an op uses a tensor that is not among its arguments")
+        if isinstance(func, FunctionCall):
+            with self:
+                return func.run(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _leaves(tree: Any) -> list[Any]:
+    return optree.tree_leaves(tree, none_is_leaf=True)
+
+
+def is_sampled(args: Any, kwargs: Any, level: int) -> bool:
+    """Whether an argument differs between samples."""
+    return any(isinstance(t, Tensor) and ft.is_batched(t, level) for t in _leaves((args, kwargs)))
+
+
+def run(func: Any, args: Any, kwargs: Any, n: int, level: int, writes: bool, split: Split) -> Any:
+    """`func` for each of n samples; `writes`: it changes its first argument, and returns that.
+
+    Samples for which it raises, or gives something of another shape or another Python value, part ways by `split`.
+    """
+    given: Any = (args, kwargs)
+    leaves, spec = optree.tree_flatten(given, none_is_leaf=True)
+    rows: list[Sequence[Any]] = []
+    for i, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor) or not ft.is_batched(leaf, level):
+            rows.append([leaf] * n)
+        elif writes and i == 0:  # a view that may be written to, as those of unbind may not
+            lowered = ft.lower(leaf, n, level)
+            rows.append([ft.below(lowered.select, 0, k) for k in range(n)])
+        else:
+            rows.append(ft.below(ft.lower(leaf, n, level).unbind))
+    found: list[Any] = []
+    errors: list[Exception | None] = []
+    error: Exception | None = None
+    for row in zip(*rows, strict=True):
+        own_args, own_kwargs = optree.tree_unflatten(spec, row)
+        error = None
+        try:
+            with _Alone(level):
+                found.append(ft.below(lambda a, k: func(*a, **k), own_args, own_kwargs))
+        except Exception as own:  # this sample's
+            found.append(None)
+            error = own
+        errors.append(error)
+    split([type(error) for error in errors])
+    if errors[0] is not None:
+        try:
+            raise errors[0]
+        finally:
+            del errors, error  # which would keep this frame, and with it all rows, in a circle
+    return args[0] if writes else _stacked(found, level, split)
+
+
+def _stacked(found: list[Any], level: int, split: Split) -> Any:
+    """The samples' results as one."""
+    flat = [optree.tree_flatten(value, none_is_leaf=True) for value in found]
+    split([(spec, *map(_kind, leaves)) for leaves, spec in flat])
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    joined = [
+        ft.wrap(ft.below(torch.stack, column), level) if isinstance(column[0], Tensor) else column[0]
+        for column in columns
+    ]
+    return optree.tree_unflatten(flat[0][1], joined)
+
+
+def _kind(leaf: Any) -> Any:
+    """What results of two samples must have in common to be one."""
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.dtype, leaf.device
+    if leaf is None or isinstance(leaf, (bool, int, float, complex, str, torch.dtype, torch.device)):
+        return type(leaf), repr(leaf)  # NaN equals NaN
+    raise Unlooped(f"an op gives a {type(leaf).__name__}, which cannot be one for all samples")

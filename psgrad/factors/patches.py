@@ -1,0 +1,171 @@
+"""The factor of a convolution's weight."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from . import conv_costs as _conv_plan
+from . import costs as _plan
+from . import huge_pages as _alloc
+from .leaves import Factor, Outer, scaled, vanishing, widened
+from .windows import Columns
+
+
+@dataclass(frozen=True, eq=False)
+class Patches(Factor):
+    """Gradients of a convolution's weight (O, C/G, *K), a sample being B images."""
+
+    x: Tensor  # (N, B, C, *S)
+    g: Tensor  # (N, B, O, *S')
+    geometry: _plan.ConvGeometry
+    kernel: tuple[int, ...]  # K
+
+    @property
+    def plan(self) -> _plan.Plan:
+        return _conv_plan.conv_weight(self.x.shape, self.g.shape, self.geometry, self.kernel, self.x.element_size())
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.g.shape[2], self.x.shape[2] // self.geometry.groups, *self.kernel
+
+    def dense(self, out: Tensor | None = None) -> Tensor:
+        return self.by(self.plan.strategy, out)
+
+    def by(self, strategy: str, out: Tensor | None = None) -> Tensor:
+        """The gradients by one of the ways that `_conv_plan.conv_weight` chooses from."""
+        shape = (len(self.x), *self.shape)
+        if self.x.numel() == 0 or self.g.numel() == 0:
+            return self.g.new_zeros(shape) if out is None else out.zero_()
+        if strategy == "grouped":
+            return self._grouped(shape, out)
+        write = {"pointwise": self._pointwise, "patches": self._patches, "loop": self._loop}[strategy]
+        if out is not None and out.is_contiguous() and out.dtype == self.g.dtype:
+            return write(out)
+        grads = write(_alloc.empty(shape, self.g))
+        return grads if out is None else out.copy_(grads)
+
+    def _grouped(self, shape: tuple[int, ...], out: Tensor | None) -> Tensor:
+        """A convolution in which each sample has groups of its own; its batch axis is B. Some samples at a time."""
+        sizes = _conv_plan.Sizes.of(self.x.shape, self.g.shape, self.geometry, self.kernel)
+        tile = _conv_plan.grouped_tile(sizes, self.x.element_size())
+        if out is None and tile < len(self.x):
+            out = _alloc.empty(shape, self.g)
+        for start in range(0, len(self.x), tile):
+            part = slice(start, start + tile)
+            x, g = (t[part].transpose(0, 1).reshape(t.shape[1], -1, *t.shape[3:]) for t in (self.x, self.g))
+            n = min(tile, len(self.x) - start)
+            geometry = self.geometry._replace(groups=n * self.geometry.groups)
+            grads = weight_gradient(x, g, geometry, (n * shape[1], *shape[2:]), None if out is None else out[part])
+            if out is None:
+                return grads.view(shape)
+            out[part].copy_(grads.view(n, *shape[1:]))
+        assert out is not None
+        return out
+
+    def _loop(self, out: Tensor) -> Tensor:
+        """The ordinary weight gradient of each sample."""
+        for x, g, grads in zip(self.x, self.g, out, strict=True):
+            grads.copy_(weight_gradient(x, g, self.geometry, self.shape, grads))
+        return out
+
+    def _pointwise(self, out: Tensor) -> Tensor:
+        """A 1x1 kernel on one image: a matrix product of what is there."""
+        groups, (o, c, *_) = self.geometry.groups, self.shape
+        x, g = (t.reshape(-1, size, size_of(self.g)) for t, size in ((self.x, c), (self.g, o // groups)))
+        torch.bmm(g, x.mT, out=out.view(-1, o // groups, c))  # (N G, O/G, C/G)
+        return out
+
+    def _patches(self, out: Tensor) -> Tensor:
+        """The input's patches as a matrix, times the cotangent; some samples, and some positions, at a time."""
+        n, groups, size = len(out), self.geometry.groups, self.g.shape[3:]
+        rows = out.view(n, groups, self.shape[0] // groups, -1)  # (N, G, O/G, C/G K)
+        o, taps = rows.shape[2:]
+        tiles = _conv_plan.conv_tiles(self.x.shape, self.g.shape, self.geometry, self.kernel, self.x.element_size())
+        columns = Columns(self.x, self.geometry, self.kernel, size, tiles)
+        turned = (
+            rows.new_empty(tiles.samples * groups, taps, o) if _conv_plan.conv_turns(o, taps, size_of(self.g)) else None
+        )
+        for start in range(0, n, tiles.samples):
+            x, g, grads = (t[start : start + tiles.samples] for t in (self.x, self.g, rows))
+            m = len(x) * groups
+            view, grads = columns.of(x), grads.flatten(0, 1)
+            for first in range(0, size[0], tiles.length):
+                length = min(tiles.length, size[0] - first)
+                left = g.narrow(3, first, length).transpose(1, 2).reshape(m, o, -1)
+                right = columns.copied(view.narrow(-len(size), first, length)).view(m, taps, -1)
+                if turned is None:
+                    _product(left, right, grads, first > 0)
+                else:
+                    _product(right, left, turned[:m], first > 0)
+            if turned is not None:
+                grads.copy_(turned[:m].mT)
+        return out
+
+    def tiles(self, bytes_each: int | None = None) -> "Iterator[tuple[slice, Patches]]":
+        """Larger than others': each tile has patches to lay out."""
+        size = prod(self.shape) * self.x.element_size() if bytes_each is None else bytes_each
+        return super().tiles(max(1, size * _plan.TILE // _plan.WORKSPACE))
+
+    def norms(self) -> Tensor:
+        plan = _conv_plan.conv_norms(self.x.shape, self.g.shape, self.geometry, self.kernel, self.x.element_size())
+        return self._rooted(*self._by_gram()) if plan.strategy == "gram" else super().norms()
+
+    def _by_gram(self) -> tuple[Tensor, Tensor]:
+        """Squared norms, and what they have to exceed: patches as an outer product's rows, a few samples at a time."""
+        groups, (o, c, *_) = self.geometry.groups, self.shape
+        taps, positions = c * prod(self.kernel), size_of(self.g)
+        found, least = [], []
+        for _, part in self.tiles(groups * taps * positions * self.x.element_size()):
+            size = self.g.shape[3:]
+            columns = Columns(part.x, self.geometry, self.kernel, size, _conv_plan.Tiles(len(part.x), size[0]))
+            x = columns.copied(columns.of(part.x)).view(-1, taps, positions).mT  # (N G, T, C/G K)
+            g = part.g.transpose(1, 2).reshape(-1, o // groups, positions).mT  # (N G, T, O/G)
+            squares, low = (t.view(-1, groups).sum(1) for t in Outer(x, g).by_gram())
+            found.append(squares)
+            least.append(low)
+        return torch.cat(found), torch.cat(least)
+
+    def _vanishing(self) -> Tensor | None:
+        return vanishing(self.x, self.g)
+
+    def weighted_sum(self, w: Tensor | None = None) -> Tensor:
+        """One ordinary weight gradient, of the cotangent scaled."""
+        if self.x.numel() == 0 or self.g.numel() == 0:
+            return widened(self.g).new_zeros(self.shape)
+        x, g = widened(self.x).flatten(0, 1), scaled(self.g, w).flatten(0, 1)
+        return weight_gradient(x, g, self.geometry, self.shape)
+
+
+def weight_gradient(
+    x: Tensor, g: Tensor, geometry: _plan.ConvGeometry, shape: tuple[int, ...], place: Tensor | None = None
+) -> Tensor:
+    """The ordinary gradient of a weight of this shape; x (B, C, *S), g (B, O, *S').
+
+    torch asks for the weight, of which only the shape is read; `place` is memory of as many numbers to stand for it.
+    """
+    stride, padding, dilation, groups = geometry
+    recorded = torch.is_grad_enabled() and (x.requires_grad or g.requires_grad)  # a graph would keep it, as it was
+    if place is not None and place.is_contiguous() and place.dtype == g.dtype and not recorded:
+        weight = place.view(shape)
+    else:
+        weight = g.new_empty(shape)  # never touched; one number expanded would be copied to all of its size
+    grads: Tensor = torch.ops.aten.convolution_backward(
+        g, x, weight, None, stride, padding, dilation, False, [0] * len(stride), groups, [False, True, False]
+    )[1]
+    return grads
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor, more: bool) -> None:
+    """a b^T for each of a batch, in the place of what `out` holds or on top of it."""
+    if more:
+        out.baddbmm_(a, b.mT)
+    else:
+        torch.bmm(a, b.mT, out=out)
+
+
+def size_of(g: Tensor) -> int:
+    """The positions of one sample's output, B x S'."""
+    return g.shape[1] * prod(g.shape[3:])

@@ -1,0 +1,1 @@
+"""The public functions: gradients, norms, sums, inner products, statistics, and the factors themselves."""

@@ -1,0 +1,1 @@
+"""What a rule is, which torch function has which rule, and parameters as rules meet them."""

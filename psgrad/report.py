@@ -1,0 +1,248 @@
+"""explain: what a call will do with every parameter, before it does it."""
+
+import html
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .annotations import Randomness
+from .engine import ladder as _engine
+from .engine import problem as _problem
+from .engine.mode import Diverged
+from .engine.op_loop import Unlooped
+from .engine.problem import Problem
+from .engine.rule_call import Use
+from .errors import NO_VALUES, PsgradError, place_of
+from .factors.costs import Plan
+from .factors.leaves import Factor
+from .quantities.grads import grads_work
+from .registry.params import Param, Source
+from .streaming import budget as _memory
+from .torch_.hooks import uncompiled
+
+
+class Row(NamedTuple):
+    """One use of one parameter."""
+
+    param: str  # its path
+    shape: tuple[int, ...]  # of what the op uses: the parameter, or a view of it
+    op: str
+    place: str  # file:line in function
+    how: str  # "rule linear", or "vmap: why no rule"
+    factor: str  # what the backward yields
+    strategy: str  # how that is materialised
+    flops: int  # multiply-adds of doing so, for the whole batch
+    bytes: int  # of this use's gradients, for the whole batch
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `per_sample_grads` will do. Prints as a table; renders as HTML in notebooks."""
+
+    rows: tuple[Row, ...]
+    unused: tuple[str, ...]  # parameters that no op uses: their gradients are zeros
+    samples: int
+    parameters: int  # numbers in params
+    result_bytes: int  # of the N x P result
+    peak_bytes: int  # beyond inputs and result, all samples at once
+    chunk_size: int | None  # what max_bytes gives
+    note: str  # how this was found out, where not from shapes alone
+    looped: tuple[str, ...] = ()  # ops that run in a loop over samples, each with its place and the reason
+
+    _HEAD = ("parameter", "shape", "op", "at", "how", "factor", "strategy", "mult-adds", "bytes")
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        return [
+            (
+                row.param,
+                "x".join(map(str, row.shape)) or "scalar",
+                row.op,
+                row.place,
+                row.how,
+                row.factor,
+                row.strategy,
+                _short(row.flops) if row.flops else "",
+                _short(row.bytes, "B"),
+            )
+            for row in self.rows
+        ]
+
+    def _totals(self) -> list[str]:
+        ruled = sum(row.how.startswith("rule") for row in self.rows)
+        lines = [
+            f"{self.samples} samples x {_short(self.parameters)} parameters: result {_short(self.result_bytes, 'B')}, "
+            f"at most {_short(self.peak_bytes, 'B')} beside it",
+            f"{ruled} of {len(self.rows)} uses by a rule",
+        ]
+        if self.chunk_size is not None:
+            lines.append(f"chunk_size {self.chunk_size}")
+        if self.unused:
+            lines.append("not used, so zeros: " + ", ".join(self.unused))
+        lines += [f"in a loop over samples: {op}" for op in self.looped]
+        return [*lines, self.note] if self.note else lines
+
+    def __str__(self) -> str:
+        cells = [self._HEAD, *self._cells()]
+        widths = [max(len(row[i]) for row in cells) for i in range(len(self._HEAD))]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in cells]
+        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], "", *self._totals()])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        def row(cells: tuple[str, ...], tag: str) -> str:
+            style = "text-align:left;padding:2px 8px"
+            return "<tr>" + "".join(f'<{tag} style="{style}">{html.escape(c)}</{tag}>' for c in cells) + "</tr>"
+
+        body = "".join(row(cells, "td") for cells in self._cells())
+        totals = "<br>".join(map(html.escape, self._totals()))
+        return f"<table><thead>{row(self._HEAD, 'th')}</thead><tbody>{body}</tbody></table><p>{totals}</p>"
+
+
+def _short(number: int, unit: str = "") -> str:
+    size = float(number)
+    for prefix in ("", "k", "M", "G", "T"):
+        if size < 1000 or prefix == "T":
+            return f"{size:.3g} {prefix}{unit}".rstrip()
+        size /= 1000
+    raise AssertionError("unreachable; please report this")
+
+
+class _Listing:
+    """A sink that keeps what factors say of themselves, and never materialises one."""
+
+    hasty = False
+
+    def __init__(self) -> None:
+        self.found: list[tuple[Use | None, Source, str, Plan]] = []  # no factor: it would keep the graph alive
+        self.pulled: set[int] = set()  # parameters that have a gradient
+
+    def add(self, param: Param, factor: Factor, use: Use | None) -> None:
+        self.found.append((use, param.source, type(factor).__name__, factor.plan))
+        self.pulled.add(param.source.index)
+
+    def add_dense(self, source: Source, grads: Tensor) -> None:
+        self.pulled.add(source.index)
+
+    def has(self, source: Source) -> bool:
+        return source.index in self.pulled
+
+    def pull(self, derived: Sequence[Source], roots: Sequence[Source]) -> None:
+        values, traced = [source.traced() for source in derived], [source.traced() for source in roots]
+        zeros = [torch.zeros_like(value) for value in values]
+        reached = torch.autograd.grad(values, traced, zeros, allow_unused=True)
+        self.pulled |= {source.index for source, grad in zip(roots, reached, strict=True) if grad is not None}
+
+
+def _listed(problem: Problem) -> tuple[list[Use], _Listing, tuple[str, ...]]:
+    """Every use of a parameter, what came of it, and the ops that ran in a loop over samples."""
+    log: list[Use] = []
+    sink = _Listing()
+    looped = _engine.vmapped(problem, sink, log).looped
+    return log, sink, looped
+
+
+@uncompiled
+def explain(
+    fn: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    *,
+    in_dims: Any = 0,
+    has_aux: bool = False,
+    max_bytes: int | float | str | None = None,
+    randomness: Randomness = "different",
+) -> Report:
+    """What `per_sample_grads(fn, params, batch)` will do with every parameter, before it does it.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+    >>> fn, params = psgrad.from_module(model, torch.nn.functional.cross_entropy)
+    >>> report = psgrad.explain(fn, params, (torch.randn(5, 4), torch.zeros(5, dtype=torch.long)))
+    >>> [(row.param, row.how, row.factor) for row in report.rows][:2]
+    [("params['0.weight']", 'rule linear', 'Outer'), ("params['0.bias']", 'rule linear', 'Dense')]
+    >>> report.result_bytes
+    1340
+
+    Runs `fn` on tensors that have shapes and no memory. Where that does not do, as `fn` looks at values (a
+    data-dependent branch) or torch does not know an op's shapes, it runs on the first sample instead and the
+    report's last line says why. Never needs the memory of the result.
+
+    Args:
+        fn, params, batch, in_dims, has_aux, randomness: as for `per_sample_grads`.
+        max_bytes: also work out the chunk size that this bound would give.
+
+    Returns:
+        A `Report`: print it, display it in a notebook, or read its `rows`.
+    """
+    problem = _problem.make(
+        fn, params, batch, in_dims=in_dims, randomness=randomness, has_aux=has_aux, frugal=max_bytes is not None
+    )
+    bound = _memory.bytes_of(max_bytes, problem.params)
+    note, scale, size = "", 1, sum(p.numel() for p in problem.params)
+    if problem.n == 0:
+        return Report((), (), 0, size, 0, 0, None, "no samples: nothing runs")
+    try:
+        with _memory.fake(problem) as shapes:
+            rows, used, looped = _rows(*_listed(shapes.copied()))
+    except PsgradError:
+        raise
+    except (Exception, Diverged, Unlooped) as refusal:
+        note, scale = f"{_why_run(refusal)} found out by running the first sample", problem.n
+        try:
+            with _engine.differentiating(), _engine.generators_kept(problem):
+                rows, used, looped = _rows(*_listed(problem.rows(slice(0, 1)).copied()))
+        except PsgradError:
+            raise
+        except (Exception, Unlooped) as error:
+            rows, used, looped = [], None, ()
+            note = f"vmap refuses at {place_of(error)}: every sample runs on its own, in a loop"
+    rows = [row._replace(flops=row.flops * scale, bytes=row.bytes * scale) for row in rows]
+    return Report(
+        tuple(rows),
+        tuple(name for i, name in enumerate(problem.names) if i not in used) if used is not None else (),
+        problem.n,
+        size,
+        problem.n * sum(p.numel() * p.element_size() for p in problem.params),
+        _memory.peak_bytes(problem, problem.n, grads_work(problem)),
+        None if bound is None else _memory.chunk_size(problem, bound, grads_work),
+        note,
+        looped,
+    )
+
+
+def _why_run(error: BaseException) -> str:
+    """Why shapes alone did not tell what `fn` does."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, (Diverged, *NO_VALUES)):
+            return "fn looks at values:"
+        cause = cause.__cause__ or cause.__context__
+    why = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
+    return f"shapes alone were not enough at {place_of(error)}: {why};"
+
+
+def _rows(
+    log: list[Use], sink: _Listing, looped: tuple[str, ...]
+) -> tuple[list[Row], set[int] | None, tuple[str, ...]]:
+    """A row for each parameter of each use, in the order of the forward; which parameters are used; ops in a loop."""
+    rows = []
+    used = {param.source.index for use in log for param in use.params} | sink.pulled
+    for use in log:
+        for param in use.params:
+            n = len(param.source.leaf)
+            size = n * param.value.numel() * param.value.element_size()
+            name, shape = param.source.name, tuple(param.value.shape)
+            if use.rule is None:
+                rows.append(Row(name, shape, use.op, use.place, f"vmap: {use.reason}", "Dense", "autograd", 0, size))
+                continue
+            found = next((f for f in sink.found if f[0] is use and f[1] is param.source), None)
+            how = f"rule {use.rule}"
+            if found is None:
+                rows.append(Row(name, shape, use.op, use.place, how, "none", "the loss does not depend on it", 0, 0))
+            else:
+                _, _, kind, plan = found
+                rows.append(Row(name, shape, use.op, use.place, how, kind, plan.strategy, plan.flops, size))
+    return rows, used, looped

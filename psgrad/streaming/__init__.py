@@ -1,0 +1,1 @@
+"""Samples a chunk at a time, and how large a chunk fits a bound on memory."""

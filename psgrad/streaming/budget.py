@@ -1,0 +1,455 @@
+"""How much a call allocates, and the chunk size that keeps it under a bound: from shapes, before running."""
+
+import contextlib
+import functools
+import logging
+import os
+import re
+import threading
+import types
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
+from decimal import Decimal
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..engine import ladder as _engine
+from ..engine.mode import Diverged
+from ..engine.op_loop import Unlooped
+from ..engine.problem import Problem, check_positive
+from ..errors import ArgumentError, PsgradError
+from .kernel_scratch import scratch
+
+Run = Callable[[Problem, Callable[[Problem], Any], Callable[[Any], None]], None]  # `_engine.run`, or a stand-in
+
+_FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+class Meter(TorchDispatchMode):
+    """Follows the storages that come to life under it: bytes alive now, and the most at any time, kernels' own too."""
+
+    def __init__(self, known: list[Tensor]) -> None:
+        super().__init__()
+        self.alive = self.peak = 0
+        self.seen = {t.untyped_storage()._cdata for t in known}
+        self.known = known  # keeps their storages, and so their addresses, from being used again
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (list, tuple)) else (out,):
+            if isinstance(t, Tensor):
+                self._meet(t)
+        self.peak = max(self.peak, self.alive + scratch(func, args, out))
+        return out
+
+    def _meet(self, t: Tensor) -> None:
+        storage = t.untyped_storage()
+        key = storage._cdata
+        if key not in self.seen:
+            self.seen.add(key)
+            self.alive += storage.nbytes()
+            weakref.finalize(storage, self._part, key, storage.nbytes())
+
+    def _part(self, key: int, size: int) -> None:
+        self.seen.discard(key)
+        self.alive -= size
+
+
+@contextlib.contextmanager
+def _unlogged() -> Iterator[None]:
+    """Inside, torch does not log the tracebacks of this thread's fake tensors: a real run comes after them."""
+    thread = threading.get_ident()
+
+    def passes(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    _FAKE_LOG.addFilter(passes)
+    try:
+        yield
+    finally:
+        _FAKE_LOG.removeFilter(passes)
+
+
+@contextlib.contextmanager
+def fake(problem: Problem) -> Iterator[Problem]:
+    """The same problem on tensors that have shapes and no memory. What `fn` closes over follows suit."""
+    with _unlogged(), FakeTensorMode(allow_non_fake_inputs=True) as mode, _engine.differentiating():
+
+        def faked(t: Any) -> Any:
+            return mode.from_tensor(t, static_shapes=True) if isinstance(t, Tensor) else t
+
+        yield replace(problem, params=[faked(p) for p in problem.params], batch=[faked(t) for t in problem.batch])
+
+
+def _first(problem: Problem, n: int) -> Problem:
+    """The problem with its first n samples, as copies: `fn` may change them. Where it has fewer, the first repeats."""
+    rows = min(len(t) for t, b in zip(problem.batch, problem.batched, strict=True) if b)
+    if n > rows:
+        batch = [_repeated(t, n) if b else t for t, b in zip(problem.batch, problem.batched, strict=True)]
+        problem = replace(problem, batch=batch, n=n)
+    return problem.rows(slice(0, n)).copied()
+
+
+def _repeated(t: Tensor, n: int) -> Tensor:
+    """The first row of `t` n times, its axes in the same order in memory."""
+    order = _order(t)
+    shape = (n, *t.shape[1:])
+    memory = t.new_empty([shape[d] for d in order]).permute([order.index(d) for d in range(t.dim())])
+    return memory.copy_(t[:1].expand(shape))
+
+
+def _order(t: Tensor) -> list[int]:
+    """The axes of `t`, the outermost in memory first."""
+    strides = t.stride()
+    return sorted(range(t.dim()), key=lambda d: -strides[d])
+
+
+class Work(NamedTuple):
+    """What a public function does with the samples that it runs at once."""
+
+    name: str
+    do: Callable[[Problem, Run], object]
+    result: int = 0  # bytes per sample that stay, and do not count
+    sums: int = 0  # bytes of the sums over samples that are the result
+    in_place: bool = False  # chunks add to one result, which `do` makes first; otherwise each has sums of its own
+
+
+def _peak(problem: Problem, work: Work, run: Run) -> int:
+    """Bytes that `work` allocates beyond its inputs and its result."""
+    inputs = [t for t in (*problem.params, *problem.batch) if isinstance(t, Tensor)]
+    with Meter(inputs) as meter:
+        kept = work.do(problem, run)
+    del kept
+    return max(0, int(meter.peak) - problem.n * work.result)
+
+
+def _at_once(problem: Problem, sink: Callable[[Problem], Any], take: Callable[[Any], None]) -> None:
+    """All samples, or an error."""
+    found = sink(problem)
+    take(_engine.Part(None, found, _engine.vmapped(problem, found)))
+
+
+def peak_bytes(problem: Problem, n: int, work: Work, parted: bool = False) -> int:
+    """What `work` on n samples allocates beyond its inputs and its result.
+
+    `parted`: also where samples disagree and each part holds results of its own before they are put
+    together. On shapes alone where `fn` allows it; where it looks at values, from runs on one and on two samples.
+    """
+    whole = work.sums if work.in_place or n == problem.n else 0
+    try:
+        with fake(problem) as shapes:
+            return max(0, _peak(_first(shapes, n), work, _at_once) - whole)
+    except PsgradError:
+        raise
+    except (Exception, Diverged, Unlooped):
+        problem = replace(problem, frugal=True)  # two samples are small, and so more would be held of each than of many
+        with _engine.differentiating(), _engine.generators_kept(problem):
+            run = partial(_engine.run, quiet=True)
+            one = _peak(_first(problem, 1), work, run)
+            two = _peak(_first(problem, 2), work, run) if n > 1 and problem.n > 1 else one
+        return max(0, one + (n - 1) * max(two - one, 0) - whole) + n * (work.result if parted else 0)
+
+
+# ---- a bound as people write it ----------------------------------------------------------------------------
+
+_SIZE = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*(b|[kmgt]i?b)\s*", re.IGNORECASE)
+_POWERS = {letter: power for power, letter in enumerate("bkmgt")}
+
+
+def bytes_of(max_bytes: int | float | str | None, params: Sequence[Tensor]) -> int | None:
+    """`max_bytes` as a number: it may be a size such as "1.5GiB", or a fraction of what the params' devices have free.
+
+    What a fraction gives is rounded down to its five leading bits: free memory changes a little from call to call,
+    and each new bound would have to be planned for.
+    """
+    if isinstance(max_bytes, float) and 0 < max_bytes < 1:
+        size = int(max_bytes * min(_free(device, max_bytes) for device in {p.device for p in params}))
+        rest = max(0, size.bit_length() - 5)
+        return max(1, size >> rest << rest)
+    if isinstance(max_bytes, str) and any(map(str.isalpha, max_bytes)):
+        found = _SIZE.fullmatch(max_bytes)
+        number, unit = found.groups() if found else ("0", "b")
+        size = int(Decimal(number) * (1024 if len(unit) == 3 else 1000) ** _POWERS[unit[0].lower()])
+        if size < 1:
+            raise ArgumentError(
+                f"max_bytes={max_bytes!r} is not a positive size\n"
+                '  give a number and a unit, such as "500MB" or "1.5GiB", or a positive int.'
+            )
+        return size
+    check_positive("max_bytes", max_bytes)
+    assert max_bytes is None or isinstance(max_bytes, int)
+    return max_bytes
+
+
+def _free(device: torch.device, fraction: float) -> int:
+    """Bytes that `device` has free."""
+    with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError, StopIteration):
+        return _free_for_processes() if device.type == "cpu" else _free_for_tensors(device)
+    raise ArgumentError(
+        f"max_bytes={fraction!r} is a fraction of the free memory, which is not known for device {device}\n"
+        '  give a size, such as "2GB".'
+    )
+
+
+def _free_for_processes() -> int:
+    """Bytes that the system can give to processes without swapping, where it says so."""
+    with contextlib.suppress(OSError, StopIteration), open("/proc/meminfo") as lines:
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _free_for_tensors(device: torch.device) -> int:
+    """Bytes that a device has free, and those that torch keeps there for its next tensors."""
+    memory: Any = torch.get_device_module(device)
+    free: int = memory.mem_get_info(device)[0]
+    return free + int(memory.memory_reserved(device) - memory.memory_allocated(device))
+
+
+# ---- the choice of a chunk size ----------------------------------------------------------------------------
+
+ROOM = 1.1  # what a number of samples that was not measured may take beyond what those around it say
+MEASURED = 32  # with so many measured, those close to the bound are measured no more, and count as too many
+PLANS = 128  # for one fn: shapes of samples, such as lengths of sequences
+
+
+class Curve:
+    """Bytes by the number of samples that run at once, as far as they were measured."""
+
+    def __init__(self) -> None:
+        self.peaks: dict[int, int] = {}  # is replaced, never changed: threads need no lock
+
+    def at(self, n: int, measure: Callable[[int], int]) -> int:
+        known = self.peaks
+        if n in known:
+            return known[n]
+        size = measure(n)
+        self.peaks = (known if len(known) < 8 * MEASURED else {}) | {n: size}
+        return size
+
+
+class Bounded:
+    """Which numbers of samples are within a bound; `measure` finds another point of the curve.
+
+    The peak is close to a straight line in the number of samples, with kinks where strategies change: at some of
+    them one sample more takes much less. So a number between two that were measured, powers of two or close to the
+    bound, counts as within it if there is room both for the upper one's peak and for the lower one's with as many
+    bytes for each sample more as were found below. Where there is not, but a straight line passes under the bound,
+    the number itself is measured. The two depend on the bound, and hardly ever on the calls before.
+    """
+
+    def __init__(self, curve: Curve, bound: int, measure: Callable[[int], int]) -> None:
+        self.curve, self.bound, self.measure = curve, bound, measure
+
+    def peak(self, n: int) -> int:
+        return self.curve.at(n, self.measure) if n else 0
+
+    def holds(self, n: int) -> bool:
+        """Whether n samples at once stay within the bound."""
+        power = _power_above(n)
+        if n in self.curve.peaks or n == power or not self.curve.peaks:
+            return self.peak(n) <= self.bound
+        if 2 * self.peak(power) <= self.bound:
+            return True
+        if self.peak(power // 2) > self.bound:
+            return False
+        if self._surely(n, power // 2, power):
+            return True
+        low, high = self._nearest(n, power)
+        if low == high or self._surely(n, low, high):
+            return self.peak(low) <= self.bound
+        likely = self._line(low, high, n) <= self.bound and len(self.curve.peaks) < MEASURED
+        return likely and self.peak(n) <= self.bound
+
+    def _surely(self, n: int, low: int, high: int) -> bool:
+        """Whether n samples are within the bound by what is known of fewer and of more."""
+        power = _power_below(low)
+        each = max(0, self.peak(power) - self.peak(power // 2)) / (power - power // 2)
+        return ROOM * max(self.peak(low) + each * (n - low), self.peak(high)) <= self.bound
+
+    def _line(self, low: int, high: int, n: int) -> float:
+        return self.peak(low) + (self.peak(high) - self.peak(low)) / (high - low) * (n - low)
+
+    def _nearest(self, n: int, power: int) -> tuple[int, int]:
+        """The nearest numbers up to n and from n on, of a power of two, the one before, and some close to the bound."""
+        low, high, known = power // 2, power, [power // 2, power]
+        for _ in range(3):
+            rise = max(1, self.peak(high) - self.peak(low))
+            middle = low + int((self.bound / ROOM - self.peak(low)) / rise * (high - low))
+            if bent := middle <= 1.03 * low:  # right behind `low`, unless the curve bends upwards
+                middle = (low + high) // 2
+            if not low < middle < high:
+                break
+            known.append(middle)
+            if ROOM * self.peak(middle) <= self.bound:
+                low = middle
+            elif bent:
+                break
+            else:
+                high = middle
+        return max(m for m in known if m <= n), min(m for m in known if m >= n)
+
+    def most(self, n: int) -> int:
+        """The size of chunks of n samples: the fewest, but two at least, and even; 0 if one sample is too many."""
+        size = self._start(-(-n // 2)) if n > 1 else 0
+        while size:
+            size = _even(n, size)
+            if self.holds(size) and self.holds(n - (n - 1) // size * size):  # the last one has what is left
+                break
+            size -= 1
+        return size
+
+    def _start(self, n: int) -> int:
+        """Where to begin to look downwards for sizes within the bound: n, or the end of the powers of two below it."""
+        power = _power_above(n)
+        while power > 1 and self.peak(power) > self.bound:  # as many as there can be if all take as much
+            power = min(power // 2, _power_below(int(power * self.bound / self.peak(power))) or 1)
+        while power < n and self.peak(power) <= self.bound and self.peak(2 * power) <= self.bound:
+            power *= 2
+        return min(n, 2 * power - 1)
+
+
+def _power_above(n: int) -> int:
+    """The power of two that is n or the next above."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def _power_below(n: int) -> int:
+    """The power of two that is n or the next below; 0 for 0."""
+    return 1 << n.bit_length() - 1 if n else 0
+
+
+def _even(n: int, most: int) -> int:
+    """The size of the chunks of n samples when there are as few as with `most` in each, and all about the same."""
+    return -(-n // -(-n // most))
+
+
+class Plan:
+    """What is known of one kind of call: peaks of a run of all samples, and of a chunk, which differ where sums do."""
+
+    def __init__(self, sums: bool) -> None:
+        self.whole = Curve()
+        self.chunk = Curve() if sums else self.whole
+
+
+_PLANS: "weakref.WeakKeyDictionary[Any, OrderedDict[Hashable, Plan]]" = weakref.WeakKeyDictionary()
+_LOCK = threading.Lock()
+
+
+def chunk_size(problem: Problem, max_bytes: int, work_of: Callable[[Problem], Work]) -> int:
+    """The most samples, or nearly, that can run at once within `max_bytes`; as even chunks as there can be.
+
+    Planned once for samples of a shape: after a few calls another number of samples costs a look-up.
+    """
+
+    def measured(size: int, samples: int) -> int:
+        whole = replace(problem, n=samples)
+        return peak_bytes(whole, size, work_of(whole), True)
+
+    plan = _plan_of(problem, work_of(problem))
+    whole = Bounded(plan.whole, max_bytes, lambda size: measured(size, size))
+    chunk = Bounded(plan.chunk, max_bytes, lambda size: measured(size, size + 1))
+    return chosen(problem.n, whole, chunk)
+
+
+def chosen(n: int, whole: Bounded, chunk: Bounded) -> int:
+    """How many of n samples run at once: all, or the size of chunks."""
+    if whole.holds(n):
+        return n
+    if size := chunk.most(n):
+        return size
+    found = {size: peak for size, peak in chunk.curve.peaks.items() if size < n}  # of one sample, and maybe of others
+    if fit := [size for size, peak in found.items() if peak <= chunk.bound]:  # some samples may take less than one
+        return max(fit)
+    if n == 1 or (whole.curve is not chunk.curve and whole.peak(_power_below(n)) < found[1]):
+        found[n] = whole.peak(n)  # all at once, where chunks have sums of their own
+    size = min(found, key=found.__getitem__)
+    need = "one sample at a time needs" if size == 1 else f"{size} samples at a time need"
+    error = ArgumentError(
+        f"max_bytes={whole.bound:,} is too little: {need} {found[size]:,}\n"
+        f"  give at least max_bytes={found[size]}, or make the sample smaller."
+    )
+    error.least = found[size]
+    raise error
+
+
+def _plan_of(problem: Problem, work: Work) -> Plan:
+    """The plan for problems that differ in the number of samples alone; a new one where `fn` takes no weak reference.
+
+    A plan is a choice of memory, never of the answer: safe to remember.
+    """
+    fn: Any = problem.fn
+    new, signature = Plan(work.sums > 0), _signature(problem)
+    try:
+        owner, method = fn, None
+        if isinstance(fn, types.MethodType):  # is made anew whenever it is looked up
+            owner, method = fn.__self__, weakref.ref(fn.__func__)
+        key = method, work.name, signature
+        with _LOCK:
+            plans = _PLANS.setdefault(owner, OrderedDict())
+            plan = plans.setdefault(key, new)
+            plans.move_to_end(key)
+            if len(plans) > PLANS:
+                plans.popitem(last=False)
+        return plan
+    except TypeError:
+        return new
+
+
+def _signature(problem: Problem) -> tuple[Hashable, ...]:
+    """All but the number of samples that may change what a run allocates."""
+    params = tuple([(p.shape, p.stride(), p.dtype, p.device) for p in problem.params])
+    batch = tuple([_leaf(t, b) for t, b in zip(problem.batch, problem.batched, strict=True)])
+    options = problem.randomness, problem.has_aux, problem.frugal
+    return problem.params_spec, params, problem.batch_spec, batch, options, _settings(problem), _training(problem.fn)
+
+
+def _leaf(t: Any, batched: bool) -> Hashable:
+    """A leaf of the batch but for its samples; of numbers those that may be a size."""
+    if not isinstance(t, Tensor):
+        return type(t), t if isinstance(t, (int, str)) else t != 0 if isinstance(t, float) else None
+    if not batched:
+        return t.shape, t.stride(), t.dtype, t.device
+    order = None if t.is_contiguous() else tuple(d for d in _order(t) if t.shape[d] > 1)  # strides may depend on N
+    return "sample", t.shape[1:], order, t.dtype, t.device
+
+
+def _settings(problem: Problem) -> Hashable:
+    """Torch's settings on which dtypes and kernels depend."""
+    kinds = sorted({"cpu"} | {p.device.type for p in problem.params})
+    casts = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if _casts(kind)]
+    return tuple(casts), torch.get_default_dtype(), torch.get_num_threads(), torch.backends.mkldnn.enabled
+
+
+def _casts(kind: str) -> bool:
+    return torch.amp.autocast_mode.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
+def _training(fn: Any) -> tuple[bool, ...]:
+    """Which modules are in training, of those that `fn` itself is, closes over, or names."""
+    flags, todo, seen = list[bool](), [fn], set[int]()
+    while todo:
+        item = todo.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, torch.nn.Module):
+            flags.append(item.training)
+            todo += item._modules.values()
+        elif isinstance(item, types.FunctionType):
+            for cell in item.__closure__ or ():
+                with contextlib.suppress(ValueError):  # a variable that has no value yet
+                    todo.append(cell.cell_contents)
+            named = [item.__globals__.get(name) for name in item.__code__.co_names]
+            todo += [value for value in named if isinstance(value, torch.nn.Module)]
+        elif isinstance(item, types.MethodType):
+            todo += [item.__func__, item.__self__]
+        elif isinstance(item, functools.partial):
+            todo += [item.func, *item.args, *item.keywords.values()]
+    return tuple(flags)
