@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .registry.rule import Call, Needs, Rule
+from .torch_.storage import is_view
 
 
 class _Spec(NamedTuple):
@@ -27,7 +28,7 @@ class _Spec(NamedTuple):
 def _forward(spec: _Spec, x: Tensor, *params: Tensor | None) -> tuple[Tensor, ...]:
     y, saved = spec.rule.forward(spec.options, x if spec.samples else x[None], *params)
     y = y if spec.samples else y[0]
-    return y.data if y._is_view() else y, *saved  # a view made in here could not be changed in place outside
+    return y.data if is_view(y) else y, *saved  # a view made in here could not be changed in place outside
 
 
 def _reference(spec: _Spec) -> Callable[..., Tensor]:

@@ -8,9 +8,8 @@ from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from .torch_ import levels as ft
+from .torch_ import operators
 
 _OURS = (os.path.dirname(os.path.abspath(__file__)) + os.sep, os.path.dirname(os.path.abspath(torch.__file__)) + os.sep)
 
@@ -21,9 +20,6 @@ _MODULE = os.path.join(os.path.dirname(__file__), "module.py")
 _UNFILED = {"<stdin>": "standard input", "<string>": "code in a string"}
 _OLD_CELL = re.compile(r"<ipython-input-(\d+)-")
 _IN = re.compile(r"In\s*\[(\d+)\]")
-
-
-NO_VALUES = (DataDependentOutputException, DynamicOutputShapeException)  # a fake tensor is asked for what it has not
 
 
 class PsgradError(Exception):
@@ -86,7 +82,7 @@ def name_of(func: object) -> str:
         return f"{owner.__name__}.apply"
     if isinstance(func, type):
         return f"{name}.apply"
-    if isinstance(func, (ft.Overload, ft.Packet)):
+    if isinstance(func, (operators.Overload, operators.Packet)):
         return f"torch.ops.{func}".removesuffix(".default")
     for module, prefix in ((torch.nn.functional, "F"), (torch, "torch"), (torch.Tensor, "Tensor")):
         if getattr(module, name, None) is func:

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from .engine.held import HELD
 from .errors import ArgumentError, ArgumentTypeError, UnsupportedOpError
+from .torch_.autograd import without_modes
+from .torch_.compiler import uncompiled
 from .torch_.functions import is_composite, opened
-from .torch_.hooks import uncompiled
+from .torch_.modules import Home, buffers_of, parameters_of
 
 Fn = Callable[[dict[str, Tensor], Any], Tensor]
 
@@ -81,7 +83,7 @@ def from_module(model: torch.nn.Module, loss: Callable[[Any, Any], Tensor]) -> t
     lock = _LOCKS.setdefault(model, threading.RLock())  # two threads would see each other's parameters
     with lock:
         slots = _slots(model)
-    modules = [module for module in model.modules() if module._buffers]
+    modules = [module for module in model.modules() if buffers_of(module)]
     caches = [  # tensors beside the parameters: what the older weight_norm sets, what recurrent layers keep
         (vars(module), key)
         for module in model.modules()
@@ -122,7 +124,6 @@ def _strangers(params: Any, known: set[str]) -> Exception:
 
 
 _LOCKS: "weakref.WeakKeyDictionary[torch.nn.Module, threading.RLock]" = weakref.WeakKeyDictionary()
-Home = dict[str, Any]  # where a module holds parameters, buffers, or anything
 Slot = tuple[Home, str, str, torch.nn.Parameter]
 
 
@@ -130,9 +131,9 @@ def _slots(model: torch.nn.Module) -> list[Slot]:
     """Where the model holds parameters: (home, key, name, parameter), a tied one under its first name."""
     names: dict[int, str] = {}
     return [
-        (module._parameters, key, names.setdefault(id(p), f"{path}.{key}" if path else key), p)
+        (parameters_of(module), key, names.setdefault(id(p), f"{path}.{key}" if path else key), p)
         for path, module in model.named_modules()  # each module once, whatever the number of paths to it
-        for key, p in module._parameters.items()
+        for key, p in parameters_of(module).items()
         if p is not None
     ]
 
@@ -189,7 +190,7 @@ class _Holding:
                 if key in home:
                     before.append((home, key, home[key], None))
             for module in self.buffered:
-                home = module._buffers
+                home = buffers_of(module)
                 for key, b in home.items():
                     if b is not None:
                         before.append((home, key, b, None))
@@ -248,7 +249,7 @@ def _pair(sample: Any) -> tuple[Any, Any]:
             f"a sample of from_module's fn must be (inputs, target), but is a {type(sample).__name__}\n"
             "  give batch=(inputs, targets); inputs may be a tensor, a tuple or a dict."
         )
-    with torch._C.DisableTorchFunction():  # modes need not see it: 15 us
+    with without_modes():  # modes need not see it: 15 us
         return _of_one(sample[0]), _of_one(sample[1])
 
 

@@ -27,7 +27,7 @@ from .rules import embedding as _embedding
 from .rules import linear as _linear
 from .rules import norm as _norm
 from .rules import recurrence as _recurrence
-from .torch_ import levels as ft
+from .torch_ import levels
 
 __all__ = [
     "batch_norm",
@@ -95,7 +95,7 @@ _RULED |= {rule.functions[0]: rule for rule in _recurrence.RULES}
 class _UseRules(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, rule = kwargs or {}, RULES.get(func)
-        if isinstance(rule, Composite) and ft.current_level() is not None:  # torch's own serves without a transform
+        if isinstance(rule, Composite) and levels.current_level() is not None:  # torch's own serves without a transform
             with self:
                 return rule.run(*args, **kwargs)
         rule = _RULED.get(func)

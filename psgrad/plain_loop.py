@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .engine.problem import Problem, Sampled, generators, rewind
+from .torch_.modules import buffers_of
 
 # ---- random numbers -----------------------------------------------------------------------------------
 
@@ -141,10 +142,10 @@ def _state_kept(model: torch.nn.Module) -> Iterator[None]:
     """Inside, the module's buffers are copies; after, they and all attributes of its modules are as they were."""
     with contextlib.ExitStack() as after:
         for module in model.modules():
-            for home in (vars(module), module._buffers):
+            for home in (vars(module), buffers_of(module)):
                 after.callback(_restore, home, dict(home))
-            for key, buffer in module._buffers.items():
-                module._buffers[key] = None if buffer is None else buffer.clone()
+            for key, buffer in buffers_of(module).items():
+                buffers_of(module)[key] = None if buffer is None else buffer.clone()
         yield
 
 

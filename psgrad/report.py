@@ -15,13 +15,14 @@ from .engine.mode import Diverged
 from .engine.op_loop import Unlooped
 from .engine.problem import Problem
 from .engine.rule_call import Use
-from .errors import NO_VALUES, PsgradError, place_of
+from .errors import PsgradError, place_of
 from .factors.costs import Plan
 from .factors.leaves import Factor
 from .quantities.grads import grads_work
 from .registry.params import Param, Source
 from .streaming import budget as _memory
-from .torch_.hooks import uncompiled
+from .torch_.compiler import uncompiled
+from .torch_.tracing import NO_VALUES
 
 
 class Row(NamedTuple):

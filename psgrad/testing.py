@@ -15,7 +15,7 @@ from .engine.op_loop import Unlooped
 from .engine.problem import Problem
 from .engine.rule_call import Use
 from .quantities.grads import per_sample_grads
-from .torch_.hooks import uncompiled
+from .torch_.compiler import uncompiled
 
 
 @uncompiled

@@ -12,7 +12,7 @@ from torch import nn
 
 import psgrad
 from psgrad.streaming.budget import Meter
-from psgrad.torch_.overlap import first_clash, is_distinct
+from psgrad.torch_.storage import first_clash, is_distinct
 
 
 @pytest.fixture(autouse=True)

@@ -60,7 +60,7 @@ def _is_listed(name: str) -> bool:
 @pytest.mark.parametrize("path", sorted((ROOT / "psgrad").rglob("*.py")), ids=lambda path: path.name)
 def test_every_private_name_is_listed(path: Path) -> None:
     unlisted = {name for name in _private_names(path.read_text()) if not _is_listed(name)}
-    assert not unlisted, "add them to psgrad/_versions.py"
+    assert not unlisted, "add them to psgrad/torch_/versions.py"
 
 
 def test_names_are_found_whatever_a_file_calls_them() -> None:

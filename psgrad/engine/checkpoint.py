@@ -7,26 +7,20 @@ live here.
 """
 
 import contextlib
-import functools
-import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils import checkpoint as _checkpoint
 
-from ..torch_.hooks import FunctionCall
+from ..torch_ import checkpoints
+from ..torch_.autograd import FunctionCall
+from ..torch_.checkpoints import saved_tensor_hooks
+from ..torch_.modules import buffers_of, contents, parameters_of, reachable_modules
 from .control_flow import body_of
 from .held import HELD, OwnParameters
 
 Around = Callable[[], contextlib.AbstractContextManager[Any]]
-
-_Frame: Any = _checkpoint._CheckpointFrame
-# An older torch keeps a checkpoint's arguments by an autograd Function, a newer one in the frame itself.
-_Keeper: Any = getattr(_checkpoint, "_NoopSaveInputs", None)
-_top = torch._C._autograd._top_saved_tensors_default_hooks
-hooked = functools.partial(_top, True)  # the innermost saved-tensor hooks (pack, unpack), or None
 
 
 class _Again:
@@ -34,7 +28,8 @@ class _Again:
 
     def __init__(self, recompute: Callable[..., None], roots: list[Any], around: Around) -> None:
         self.recompute, self.around, self.locks = recompute, around, list(HELD.locks)
-        homes: Any = [home for m in _modules([recompute, *roots]) for home in (m._parameters, m._buffers) if home]
+        modules = list(reachable_modules([recompute, *roots]))
+        homes = [home for m in modules for home in (parameters_of(m), buffers_of(m)) if home]
         self.held = [(home, dict(home)) for home in homes]
 
     def __call__(self, *args: Any) -> None:
@@ -50,16 +45,11 @@ class _Again:
 
 def follow(around: Around) -> None:
     """If a checkpointed function is running: let its second run happen inside `around()`."""
-    hooks: Any = hooked()
+    hooks: Any = saved_tensor_hooks()
     for cell in getattr(hooks[0], "__closure__", None) or ():
-        frame = _contents(cell)
-        if isinstance(frame, _Frame) and not isinstance(frame.recompute_fn, _Again):
-            frame.recompute_fn = _Again(frame.recompute_fn, _arguments(frame), around)
-
-
-def _arguments(frame: Any) -> list[Any]:
-    """What the checkpointed function of `frame` was given, or what closes over it; tensors may be missing."""
-    return list(frame.saved_args) if _Keeper is None else [frame.input_saver.grad_fn.get_args]
+        frame = contents(cell)
+        if isinstance(frame, checkpoints.Frame) and not isinstance(frame.recompute_fn, _Again):
+            frame.recompute_fn = _Again(frame.recompute_fn, checkpoints.arguments(frame), around)
 
 
 def keeps_arguments(func: Any) -> bool:
@@ -67,12 +57,7 @@ def keeps_arguments(func: Any) -> bool:
 
     Vmap does not take it, and need not see it: it computes nothing.
     """
-    return _Keeper is not None and isinstance(func, FunctionCall) and func.function is _Keeper
-
-
-def asks(frame: types.FrameType) -> bool:
-    """Whether it is torch's checkpoints that run in `frame`: they would detach a batched tensor for good."""
-    return frame.f_globals is vars(_checkpoint)
+    return checkpoints.Keeper is not None and isinstance(func, FunctionCall) and func.function is checkpoints.Keeper
 
 
 def unhooked(copied: bool = False) -> contextlib.AbstractContextManager[Any]:
@@ -82,7 +67,7 @@ def unhooked(copied: bool = False) -> contextlib.AbstractContextManager[Any]:
     """
     if copied:
         return torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t)
-    if hooked() is None:
+    if saved_tensor_hooks() is None:
         return contextlib.nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
 
@@ -96,7 +81,7 @@ class Following(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if hooked() is not None:
+        if saved_tensor_hooks() is not None:
             follow(contextlib.nullcontext)
         if (body := body_of(func)) is not None:
             with self:
@@ -113,38 +98,3 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield value
         elif type(value) in (list, tuple):
             yield from _tensors(value)
-
-
-def _modules(roots: list[Any]) -> Iterator[torch.nn.Module]:
-    """The modules that functions can reach: their own, their arguments', what they close over."""
-    todo, seen = list(roots), dict[int, Any]()
-    while todo:
-        item = todo.pop()
-        if id(item) in seen:
-            continue
-        seen[id(item)] = item  # alive, so that its id stays its own
-        if isinstance(item, torch.nn.Module):
-            yield item
-            todo += item._modules.values()
-        elif isinstance(item, types.FunctionType):
-            todo += [_contents(cell) for cell in item.__closure__ or ()]
-            todo += item.__defaults__ or ()
-            named = (item.__globals__.get(name) for name in item.__code__.co_names)
-            todo += [value for value in named if isinstance(value, torch.nn.Module)]
-        elif isinstance(item, types.MethodType):
-            todo += [item.__func__, item.__self__]
-            if not isinstance(item.__self__, (type, torch.nn.Module)):
-                todo += getattr(item.__self__, "__dict__", {}).values()
-        elif isinstance(item, functools.partial):
-            todo += [item.func, *item.args, *item.keywords.values()]
-        elif type(item) in (list, tuple):
-            todo += item
-        elif type(item) is dict:
-            todo += item.values()
-
-
-def _contents(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # a variable that has no value yet
-        return None

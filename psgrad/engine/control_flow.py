@@ -10,6 +10,8 @@ import optree
 import torch
 from torch import Tensor
 
+from ..torch_.operators import HigherOrder
+
 
 def _cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any = ()) -> Any:
     return true_fn(*operands) if pred else false_fn(*operands)
@@ -43,6 +45,6 @@ _BODIES: dict[str, Callable[..., Any]] = {"cond": _cond, "while_loop": _while_lo
 
 def body_of(func: Any) -> Callable[..., Any] | None:
     """The Python that a higher-order op stands for; None where `func` is none of these."""
-    if not isinstance(func, torch._ops.HigherOrderOperator):
+    if not isinstance(func, HigherOrder):
         return None
     return _BODIES.get(func.name())

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from ..torch_.tracing import is_dispatch_watched
 from .op_loop import Unlooped
 from .problem import generators
 
@@ -43,7 +43,7 @@ class Draws:
 
     def __init__(self, params: Sequence[Tensor], randomness: str) -> None:
         self.params = params
-        self.watches = randomness == "different" and _get_current_dispatch_mode() is None
+        self.watches = randomness == "different" and not is_dispatch_watched()
         self.states = generators(params) if self.watches else {}
 
     def before(self, generator: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedOpError, name_of, place
-from ..registry.params import shares_memory
+from ..torch_.storage import shares_memory
 
 
 class Holding(Protocol):

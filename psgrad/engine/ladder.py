@@ -26,9 +26,11 @@ from ..errors import (
     place_of,
 )
 from ..registry.params import Source
-from ..torch_ import levels as ft
+from ..torch_ import autograd, levels
+from ..torch_.autograd import FUNCTIONS_SEEN
+from ..torch_.compiler import CompilerLoaded, compilers_noticed, eagerly
 from ..torch_.functions import opened
-from ..torch_.hooks import FUNCTIONS_SEEN, CompilerLoaded, compilers_noticed, eagerly
+from ..torch_.storage import is_view, storage_of, version_of, versions_of
 from .checkpoint import Following
 from .collectors import DenseSink, FactorSink, NormSink, SumSink
 from .held import Holding, OwnParameters, again, recorded
@@ -141,7 +143,7 @@ class _Refusal(NamedTuple):
 
 def _attempt(problem: Problem, sink: S, writes: bool) -> Part[S] | _Refusal:
     attempt = problem.copied() if writes else problem
-    versions = [t._version for t in problem.batch if isinstance(t, Tensor)]
+    versions = versions_of(problem.batch)
     try:
         if problem.randomness == "different":
             return Part(None, sink, vmapped(attempt, sink))
@@ -161,7 +163,7 @@ def _attempt(problem: Problem, sink: S, writes: bool) -> Part[S] | _Refusal:
         if problem.randomness == "error" and "randomness error mode" in str(error):
             raise _drawing(place_of(error)) from None
         refusal = _Refusal([], place_of(error), reason_of(error))
-    if [t._version for t in problem.batch if isinstance(t, Tensor)] != versions:
+    if versions_of(problem.batch) != versions:
         raise UnsupportedOpError(
             "fn changes its sample in place, and has to run more than once\n  change a clone of the sample instead."
         )
@@ -200,22 +202,22 @@ def _through(problem: Problem, sink: Any, log: list[Use] | None, settings: list[
     roots = [p.contiguous() for p in problem.params]
     leaves = [p.expand(n, *p.shape).requires_grad_() for p in roots]
     mode.anchor = leaves[0]
-    with ft.vmap_level(n, problem.randomness) as level:
+    with levels.vmap_level(n, problem.randomness) as level:
         mode.level, mode.roots = level, len(roots)
         if not problem.own_batch:
             mode.batch = problem.batch
         wrapped = [
             mode.track(Source(i, problem.name, p, leaf)) for i, (p, leaf) in enumerate(zip(roots, leaves, strict=True))
         ]
-        sample = [ft.wrap(t, level) if b else t for t, b in zip(problem.batch, problem.batched, strict=True)]
+        sample = [levels.wrap(t, level) if b else t for t, b in zip(problem.batch, problem.batched, strict=True)]
         with compilers_noticed():
             out = problem.call(wrapped, sample, mode)
-        losses = ft.unwrap(out.loss, n, level)
-        aux = [ft.unwrap(a, n, level) for a in out.aux]
+        losses = levels.unwrap(out.loss, n, level)
+        aux = [levels.unwrap(a, n, level) for a in out.aux]
     if losses.requires_grad and _backward(losses, mode, len(roots), sink, problem.seed):
         problem.reached.append(True)
     values = losses.detach()
-    if losses.is_leaf or losses._is_view():  # memory that may be another's
+    if losses.is_leaf or is_view(losses):  # memory that may be another's
         values = values.clone()
     if aux:
         aux = _owned(aux, [values, *problem.params, *problem.batch])
@@ -225,11 +227,11 @@ def _through(problem: Problem, sink: Any, log: list[Use] | None, settings: list[
 
 def _owned(results: list[Tensor], others: list[Any]) -> list[Tensor]:
     """`results` as memory of their own: not shared with `others`, with each other, or between samples."""
-    taken = {t.untyped_storage()._cdata for t in others if isinstance(t, Tensor)}
+    taken = {storage_of(t) for t in others if isinstance(t, Tensor)}
     owned = []
     for t in results:
-        owned.append(t.clone() if t.untyped_storage()._cdata in taken or not t.is_contiguous() else t)
-        taken.add(owned[-1].untyped_storage()._cdata)
+        owned.append(t.clone() if storage_of(t) in taken or not t.is_contiguous() else t)
+        taken.add(storage_of(owned[-1]))
     return owned
 
 
@@ -248,7 +250,7 @@ def _backward(losses: Tensor, mode: Intercept, count: int, sink: Any, seed: Tens
         with _Unchanged(mode.own_parameters):
             found = _seen_grad(losses, inputs, seed, allow_unused=True)
     else:
-        found = ft.gradients(losses, inputs, seed)
+        found = autograd.gradients(losses, inputs, seed)
     grads, cotangents = found[: len(leaves)], found[len(leaves) :]
     mode.tape.backward(cotangents)
     restrided: list[Any] | None = None
@@ -393,8 +395,8 @@ def _looped(
             held, (loss, aux, spec) = _one_by_one(problem, one, params, follow)
         except CompilerLoaded:
             held, (loss, aux, spec) = _one_by_one(problem, one, params, follow)
-        for name, p in zip(problem.names, copies, strict=True) if any(p._version for p in copies) else ():
-            if p._version:
+        for name, p in zip(problem.names, copies, strict=True) if any(versions_of(copies)) else ():
+            if version_of(p):
                 raise UnsupportedOpError(
                     f"fn changes {name} in place\n"
                     "  per-sample gradients need parameters that stay put: change a clone instead."

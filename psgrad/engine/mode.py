@@ -26,10 +26,12 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..errors import NO_VALUES, PsgradError, RuleError, UnsupportedOpError, is_out_of_memory, name_of, place
-from ..registry.params import Param, Source, shares_memory
+from ..errors import PsgradError, RuleError, UnsupportedOpError, is_out_of_memory, name_of, place
+from ..registry.params import Param, Source
 from ..registry.rule import REDIRECTS, RULES, Call, Composite, Decline, Entry, Fold, Rule
-from ..torch_ import levels as ft
+from ..torch_ import checkpoints, levels
+from ..torch_.autograd import CUSTOM_FUNCTION_CALL, FunctionCall, vmaps_itself
+from ..torch_.checkpoints import saved_tensor_hooks
 from ..torch_.functions import (
     ANSWERS,
     ATTENTION,
@@ -37,10 +39,13 @@ from ..torch_.functions import (
     GRAPHS,
     IS_NESTABLE,
     MAKERS,
+    NUMBERS,
+    PURE,
     REQUIRES_GRAD,
     SET_REQUIRES_GRAD,
     SHOWN,
     UPDATES,
+    VIEWS,
     asks_for_grad,
     is_attribute,
     is_composite,
@@ -50,8 +55,8 @@ from ..torch_.functions import (
     wants,
     writes,
 )
-from ..torch_.hooks import CUSTOM_FUNCTION_CALL, FunctionCall, vmaps_itself
-from ..torch_.pure import PURE, VIEWS
+from ..torch_.storage import shares_memory, storage_of
+from ..torch_.tracing import NO_VALUES
 from . import checkpoint as _checkpoint
 from . import faults as _faults
 from . import op_loop as _op_loop
@@ -62,13 +67,10 @@ from .held import OwnParameters
 from .op_loop import Unlooped
 from .rule_call import Applied, Sink, Tape, Use, apply
 
-_hooked = _checkpoint.hooked
 REDIRECTS[CUSTOM_FUNCTION_CALL] = lambda _, args, __: (call := FunctionCall(args[0]), call, args[1:])
 _SEQUENCES = (list, tuple)
 _TRUTHS = (torch.Tensor.__bool__, torch.is_nonzero)
 _TELLING = frozenset(["out", "inplace", "requires_grad"])  # keywords that make a call more than a computation
-_PROPERTIES = vars(torch._C.TensorBase)
-_NUMBERS = (_PROPERTIES["imag"].__get__, _PROPERTIES["real"].__get__)  # properties that are views of the numbers
 _OF_MEMORY = (torch.as_strided, torch.Tensor.as_strided)  # of the whole storage, in which a row is somewhere
 _CAREFUL = _masks.FUNCTIONS | SHOWN | UPDATES
 _GUARDED = _CAREFUL | _faults.FUNCTIONS | RANDOM  # of which some calls go another way than their rule
@@ -152,7 +154,7 @@ class Intercept(TorchFunctionMode):
 
     def track(self, source: Source) -> Tensor:
         """What `fn` gets to hold for `source`, to be recognised whenever it is used."""
-        wrapped = ft.wrap(source.leaf, self.level)
+        wrapped = levels.wrap(source.leaf, self.level)
         self.sources.append(source)
         self.tracked[id(wrapped)] = Param(source.value, source, wrapped)
         return wrapped
@@ -171,7 +173,7 @@ class Intercept(TorchFunctionMode):
         return self._second_chance(func, args, kwargs, why)
 
     def _handled(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if _hooked() is not None:
+        if saved_tensor_hooks() is not None:
             _checkpoint.follow(self._again)
         key = func
         if func in REDIRECTS:
@@ -194,15 +196,15 @@ class Intercept(TorchFunctionMode):
     def _unusual(self, rule: Entry | None, func: Any, args: Any, kwargs: Any, seen: Operands) -> Any:
         _, params, _, graph = seen
         if graph and not minds(func):
-            if _checkpoint.keeps_arguments(func) and ft.current_level() == self.level:
-                return ft.below(func, *args, **kwargs)
+            if _checkpoint.keeps_arguments(func) and levels.current_level() == self.level:
+                return levels.below(func, *args, **kwargs)
             args, kwargs = self._freeze(func, args, kwargs)
             seen = self._look((*args, *kwargs.values()))
         if func in _faults.FUNCTIONS:
             fault = _faults.fault_of(func, args, kwargs, self._differs)
             if fault is not None:
                 return self._by_another_way(fault, func, args, kwargs)
-        if func in _CAREFUL and ft.current_level() == self.level:
+        if func in _CAREFUL and levels.current_level() == self.level:
             call = (
                 _masks.rewritten(func, args, kwargs, self.n, self.level, _split) if func in _masks.FUNCTIONS else None
             )
@@ -224,10 +226,10 @@ class Intercept(TorchFunctionMode):
             return self._answer(func, args, kwargs)
         if func in PURE:
             return self._pure(func, args, kwargs, seen)
-        if func == REQUIRES_GRAD and ft.current_level() == self.level and not _is_torchs(sys._getframe(3)):
+        if func == REQUIRES_GRAD and levels.current_level() == self.level and not _is_torchs(sys._getframe(3)):
             return self._requires_grad(args[0])
-        if func in GRAPHS and ft.current_level() == self.level and ft.is_batched(args[0], self.level):
-            found = func(ft.lower(args[0], self.n, self.level))  # what autograd follows, which vmap hides
+        if func in GRAPHS and levels.current_level() == self.level and levels.is_batched(args[0], self.level):
+            found = func(levels.lower(args[0], self.n, self.level))  # what autograd follows, which vmap hides
             return found if found is None or isinstance(found, bool) else _Node(self, found)
         if func is torch.Tensor.requires_grad_ and wants(*args[1:], **kwargs) and self._pretends(args[0]):
             return args[0]
@@ -260,7 +262,7 @@ class Intercept(TorchFunctionMode):
                 return call[0](*call[1], **call[2])
         if not _op_loop.is_sampled(args, kwargs, self.level):
             return func(*args, **kwargs)
-        if ft.current_level() != self.level:
+        if levels.current_level() != self.level:
             raise Unlooped(f"inside another transform torch's vmap {fault.what}")
         return self._alone(func, args, kwargs, f"torch's vmap {fault.what}")
 
@@ -268,9 +270,9 @@ class Intercept(TorchFunctionMode):
         """target[index] = value, where the index has both tensors and other things in it."""
         call: tuple[Any, Any, Any] = _masks.SETITEM, (target, index, value), {}
         self._check_write(*call)
-        if not ft.is_batched(target, self.level):
+        if not levels.is_batched(target, self.level):
             return _masks.SETITEM(target, index, value)
-        if not ft.below(_masks.put, target, index, value, self.n, self.level):
+        if not levels.below(_masks.put, target, index, value, self.n, self.level):
             self._alone(*call, "an index that vmap does not take")
         return None
 
@@ -278,7 +280,7 @@ class Intercept(TorchFunctionMode):
         """Whether `t` differs between samples, and is not a parameter; inside another transform, it may."""
         if not isinstance(t, Tensor) or id(t) in self.tracked:
             return False
-        return ft.current_level() != self.level or ft.is_batched(t, self.level)
+        return levels.current_level() != self.level or levels.is_batched(t, self.level)
 
     # ---- what vmap cannot do -----------------------------------------------------------------------
 
@@ -290,11 +292,11 @@ class Intercept(TorchFunctionMode):
             return False
         if "randomness error mode" in str(error):
             return False
-        return ft.current_level() == self.level and _op_loop.is_sampled(args, kwargs, self.level)
+        return levels.current_level() == self.level and _op_loop.is_sampled(args, kwargs, self.level)
 
     def _second_chance(self, func: Any, args: Any, kwargs: Any, why: str) -> Any:
         """A call that failed: taken apart, or in a loop over samples. Where these fail too, the error is `fn`'s own."""
-        if minds(func) and func not in _NUMBERS:
+        if minds(func) and func not in NUMBERS:
             raise Unlooped(why)
         if is_python(func) and not writes(func, kwargs):
             with self:
@@ -320,7 +322,7 @@ class Intercept(TorchFunctionMode):
     def _function(self, func: FunctionCall, args: Any, kwargs: Any) -> Any:
         """A call of an autograd Function."""
         self.functions = True
-        level = ft.current_level()
+        level = levels.current_level()
         if level == self.level and not vmaps_itself(func.function) and _op_loop.is_sampled(args, kwargs, level):
             return self._alone(func, args, kwargs, "it does not say what it does under vmap")
         if params := self._look((*args, *kwargs.values())).params:
@@ -333,7 +335,7 @@ class Intercept(TorchFunctionMode):
         def own(t: Any) -> Any:
             if not isinstance(t, Tensor):
                 return t
-            if not ft.is_batched(t, self.level):
+            if not levels.is_batched(t, self.level):
                 return t.clone()
             self._check_write(func, (t,), {})
             return t
@@ -346,7 +348,7 @@ class Intercept(TorchFunctionMode):
 
     def _freeze(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments without the graphs of others: what `fn` closes over is a constant."""
-        if ft.current_level() != self.level:  # there a graph may be another transform's
+        if levels.current_level() != self.level:  # there a graph may be another transform's
             return args, kwargs
         kept = 1 if writes(func, kwargs) else 0  # torch itself says what may be written
         frozen = (*args[:kept], *[self._constant(func, v) for v in args[kept:]])
@@ -355,7 +357,7 @@ class Intercept(TorchFunctionMode):
     def _constant(self, func: Any, value: Any) -> Any:
         if type(value) in (list, tuple):
             return type(value)([self._constant(func, v) for v in value])
-        if not isinstance(value, Tensor) or not value.requires_grad or ft.is_differentiated(value):
+        if not isinstance(value, Tensor) or not value.requires_grad or levels.is_differentiated(value):
             return value
         if self.own and (not value.is_leaf or _is_among(value, self.own)):
             return value
@@ -372,7 +374,7 @@ class Intercept(TorchFunctionMode):
 
     def _requires_grad(self, t: Tensor) -> bool:
         """What autograd follows, which vmap hides."""
-        found = ft.lower(t, self.n, self.level).requires_grad
+        found = levels.lower(t, self.n, self.level).requires_grad
         if self.pretended and not found:
             raise Unlooped("fn asks whether a tensor requires grad after it has called requires_grad_()")
         return found
@@ -382,22 +384,22 @@ class Intercept(TorchFunctionMode):
 
         No graph starts there. Nobody notices: torch.autograd refuses a batched tensor, and then the loop runs.
         """
-        if ft.current_level() != self.level or not ft.is_batched(t, self.level):
+        if levels.current_level() != self.level or not levels.is_batched(t, self.level):
             return False
-        self.pretended = self.pretended or not ft.lower(t, self.n, self.level).requires_grad
+        self.pretended = self.pretended or not levels.lower(t, self.n, self.level).requires_grad
         return True
 
     @contextlib.contextmanager
     def _again(self) -> Iterator[None]:
         """The level and the mode once more, for what a checkpoint recomputes during the backward."""
-        if ft.current_level() == self.level:
+        if levels.current_level() == self.level:
             yield
             return
         before = self.sources, self.tracked, self.copies, self.log, self.recomputing
         self.sources, self.tracked, self.copies = list(self.sources), dict(self.tracked), dict(self.copies)
         self.log, self.recomputing = None, True
         try:
-            with ft.vmap_level(self.n, self.randomness) as level:
+            with levels.vmap_level(self.n, self.randomness) as level:
                 if level != self.level:  # tensors of the first run belong to that level
                     raise RuntimeError("a checkpoint is recomputed inside another transform")
                 with self:
@@ -422,7 +424,7 @@ class Intercept(TorchFunctionMode):
                 elif value.requires_grad:  # of a batched tensor vmap says no
                     graph = True
                 elif not samples:
-                    samples = ft.is_batched(value, level)
+                    samples = levels.is_batched(value, level)
             elif value is not None and type(value) in _SEQUENCES:
                 inner = self._look(value)
                 value = type(value)(inner.resolved)
@@ -444,27 +446,27 @@ class Intercept(TorchFunctionMode):
         param = self.tracked.get(id(target))
         if param is not None and not torch.is_grad_enabled() and param.source.index < self.roots:
             raise self._changes(func, param)
-        if ft.current_level() != self.level:
+        if levels.current_level() != self.level:
             return
-        if not self.lifts and not ft.is_batched(target, self.level):
+        if not self.lifts and not levels.is_batched(target, self.level):
             others = self._look((*args[1:], *kwargs.values()))
             drawn = func in DRAWS and self.randomness == "different"
             if drawn or others.params or others.samples:
                 raise Retry("lifts")
-        lowered = ft.lower(target, self.n, self.level)
+        lowered = levels.lower(target, self.n, self.level)
         if any(shares_memory(lowered, source.value) for source in self.sources[self.roots :]):
             raise Retry("repeats")
-        storage = lowered.untyped_storage()._cdata
-        if any(isinstance(t, Tensor) and t.untyped_storage()._cdata == storage for t in self.batch):
+        storage = storage_of(lowered)
+        if any(isinstance(t, Tensor) and storage_of(t) == storage for t in self.batch):
             raise Written
         if storage in self.copies:
             raise self._changes(func, self.copies[storage][0])
 
     def _lifted(self, new: Any) -> Any:
         """A new tensor with memory of its own for every sample."""
-        if not isinstance(new, Tensor) or ft.current_level() != self.level or ft.is_batched(new, self.level):
+        if not isinstance(new, Tensor) or levels.current_level() != self.level or levels.is_batched(new, self.level):
             return new
-        return ft.wrap(ft.below(new.expand(self.n, *new.shape).contiguous), self.level)
+        return levels.wrap(levels.below(new.expand(self.n, *new.shape).contiguous), self.level)
 
     def _listed(self, func: Any, params: list[Param], rule: str | None, reason: str = "") -> Use | None:
         if self.log is None or not params:
@@ -502,7 +504,7 @@ class Intercept(TorchFunctionMode):
         if isinstance(rule, Composite):
             with self:  # its parts come here again
                 return rule.run(*args, **kwargs)
-        if ft.current_level() != self.level:
+        if levels.current_level() != self.level:
             return self._plain(func, args, kwargs, params, "inside another transform")
         if isinstance(rule, Fold):
             return self._folded(rule, func, args, kwargs, params)
@@ -529,7 +531,7 @@ class Intercept(TorchFunctionMode):
         if not seen.samples and not applied.constants and isinstance(call.x, Param) and not self.repeats:
             return self._once(func, args, kwargs, params)  # a standardised weight, say
         for constant in applied.constants:
-            if ft.is_batched(constant, self.level):
+            if levels.is_batched(constant, self.level):
                 return self._plain(func, args, kwargs, params, "the weight differs between samples")
         if not self.recomputing:
             for param in params:
@@ -539,20 +541,20 @@ class Intercept(TorchFunctionMode):
             applied.use = self._listed(func, [p for p in params if p not in others], rule.name)
             self._listed(func, others, None, "an input of the op, not its weight")
         lowered = [self._lower(t) for t in call.others] if call.others else ()
-        return ft.wrap(ft.below(self._applied, call, applied, self._lower(call.x), *lowered), self.level)
+        return levels.wrap(levels.below(self._applied, call, applied, self._lower(call.x), *lowered), self.level)
 
     def _ask_op(self, func: Any, args: Any, kwargs: Any) -> None:
         """Raise what `func` itself says of a call at which a rule failed: then the call is wrong, not the rule.
 
         Sample by sample, without vmap, which may have reasons of its own to refuse.
         """
-        if ft.current_level() != self.level:
+        if levels.current_level() != self.level:
             return
 
         def one(value: Any, i: int) -> Any:
             if type(value) in _SEQUENCES:
                 return type(value)([one(v, i) for v in value])
-            return ft.lower(value, self.n, self.level)[i].detach().clone() if isinstance(value, Tensor) else value
+            return levels.lower(value, self.n, self.level)[i].detach().clone() if isinstance(value, Tensor) else value
 
         def ask() -> None:
             for i in range(self.n):
@@ -560,7 +562,7 @@ class Intercept(TorchFunctionMode):
 
         try:
             with torch.no_grad():
-                ft.below(ask)
+                levels.below(ask)
         except Exception as error:
             self.settled = error
             raise error from None
@@ -568,7 +570,7 @@ class Intercept(TorchFunctionMode):
     def _lower(self, t: Any) -> Any:
         """The (N, ...) tensor behind an operand."""
         t = t.wrapped if type(t) is Param else t
-        return None if t is None else ft.lower(t, self.n, self.level)
+        return None if t is None else levels.lower(t, self.n, self.level)
 
     def _applied(self, call: Call, applied: Applied, x: Tensor, *others: Tensor | None) -> Tensor:
         """A rule's call on the (N, ...) input, one level below vmap."""
@@ -588,14 +590,14 @@ class Intercept(TorchFunctionMode):
             self._unruled(func, params, "folded into the batch; no rule for a parameter here")
         tensors, options = bound
         lowered = map(self._lower, tensors)
-        return ft.wrap(ft.below(rule.run, options, *lowered), self.level)
+        return levels.wrap(levels.below(rule.run, options, *lowered), self.level)
 
     def _pure(self, func: Any, args: Any, kwargs: Any, seen: Operands) -> Any:
         params = seen.params
         if not params:
             out = func(*args, **kwargs)
             return self._lifted(out) if self.lifts and func in MAKERS else out
-        if seen.samples or ft.current_level() != self.level or (self.repeats and func not in VIEWS):
+        if seen.samples or levels.current_level() != self.level or (self.repeats and func not in VIEWS):
             return self._plain(func, args, kwargs, params, "no rule for this function")
         return self._once(func, args, kwargs, params)
 
@@ -603,7 +605,7 @@ class Intercept(TorchFunctionMode):
         """`a` with every tracked tensor replaced by its value, as ordinary autograd follows it."""
         if type(a) in (list, tuple):
             return type(a)([self._traced(v) for v in a])
-        return ft.below(self.tracked[id(a)].traced) if id(a) in self.tracked else a
+        return levels.below(self.tracked[id(a)].traced) if id(a) in self.tracked else a
 
     def _once(self, func: Any, args: Any, kwargs: Any, params: list[Param]) -> Any:
         """A function of parameters alone: computed once, tracked as a view or as a new source."""
@@ -622,7 +624,7 @@ class Intercept(TorchFunctionMode):
                 home = next((p for p in params if shares_memory(value, p.source.value)), None)
                 if home is not None:  # not the caller's memory, which `fn` might change
                     flat[i] = flat[i].clone()
-                    self.copies[flat[i].untyped_storage()._cdata] = home, flat[i]
+                    self.copies[storage_of(flat[i])] = home, flat[i]
                 continue
             homes = params if func in VIEWS else ()
             home = next((p for p in homes if shares_memory(value, p.source.value)), None)
@@ -642,7 +644,7 @@ class Intercept(TorchFunctionMode):
         value = graph.detach()
         for param in params:
             param.source.uses += 2  # its own use, and the one pulled back
-        leaf = ft.below(lambda: value.expand(self.n, *value.shape).requires_grad_())
+        leaf = levels.below(lambda: value.expand(self.n, *value.shape).requires_grad_())
 
         def named(_: int) -> str:
             return f"{op}({', '.join(dict.fromkeys(p.source.name for p in params))})"
@@ -652,9 +654,9 @@ class Intercept(TorchFunctionMode):
     def _answer(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A Python value from a batched tensor, where all samples give the same."""
         t = args[0]
-        if ft.current_level() != self.level or not ft.is_batched(t, self.level):
+        if levels.current_level() != self.level or not levels.is_batched(t, self.level):
             return func(*args, **kwargs)
-        rows = ft.lower(t, self.n, self.level).detach()
+        rows = levels.lower(t, self.n, self.level).detach()
         flat = rows.reshape(self.n, -1)
         whole = func is torch.Tensor.__int__ and flat.is_floating_point()
         _split(flat != 0 if func in _TRUTHS else flat.trunc() if whole else flat)
@@ -696,7 +698,7 @@ def _split_keys(keys: list[Any]) -> None:
 
 def _is_torchs(frame: types.FrameType) -> bool:
     """Whether checkpoints or a transform's own code run in `frame`: they mean the tensor as they see it."""
-    return _checkpoint.asks(frame) or str(frame.f_globals.get("__name__", "")).startswith("torch._functorch")
+    return checkpoints.runs_in(frame) or levels.runs_in(frame)
 
 
 def _is_among(t: Tensor, others: Iterable[Tensor]) -> bool:

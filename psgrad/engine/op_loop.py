@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..torch_ import levels as ft
-from ..torch_.hooks import FunctionCall
+from ..torch_ import levels
+from ..torch_.autograd import FunctionCall
 
 Split = Callable[[list[Any]], None]  # raises where keys, one per sample, are not all equal
 
@@ -35,7 +35,7 @@ class _Alone(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(isinstance(t, Tensor) and ft.is_batched(t, self.level) for t in _leaves((args, kwargs))):
+        if any(isinstance(t, Tensor) and levels.is_batched(t, self.level) for t in _leaves((args, kwargs))):
             raise Unlooped("an op uses a tensor that is not among its arguments")
         if isinstance(func, FunctionCall):
             with self:
@@ -49,7 +49,7 @@ def _leaves(tree: Any) -> list[Any]:
 
 def is_sampled(args: Any, kwargs: Any, level: int) -> bool:
     """Whether an argument differs between samples."""
-    return any(isinstance(t, Tensor) and ft.is_batched(t, level) for t in _leaves((args, kwargs)))
+    return any(isinstance(t, Tensor) and levels.is_batched(t, level) for t in _leaves((args, kwargs)))
 
 
 def run(func: Any, args: Any, kwargs: Any, n: int, level: int, writes: bool, split: Split) -> Any:
@@ -61,13 +61,13 @@ def run(func: Any, args: Any, kwargs: Any, n: int, level: int, writes: bool, spl
     leaves, spec = optree.tree_flatten(given, none_is_leaf=True)
     rows: list[Sequence[Any]] = []
     for i, leaf in enumerate(leaves):
-        if not isinstance(leaf, Tensor) or not ft.is_batched(leaf, level):
+        if not isinstance(leaf, Tensor) or not levels.is_batched(leaf, level):
             rows.append([leaf] * n)
         elif writes and i == 0:  # a view that may be written to, as those of unbind may not
-            lowered = ft.lower(leaf, n, level)
-            rows.append([ft.below(lowered.select, 0, k) for k in range(n)])
+            lowered = levels.lower(leaf, n, level)
+            rows.append([levels.below(lowered.select, 0, k) for k in range(n)])
         else:
-            rows.append(ft.below(ft.lower(leaf, n, level).unbind))
+            rows.append(levels.below(levels.lower(leaf, n, level).unbind))
     found: list[Any] = []
     errors: list[Exception | None] = []
     error: Exception | None = None
@@ -76,7 +76,7 @@ def run(func: Any, args: Any, kwargs: Any, n: int, level: int, writes: bool, spl
         error = None
         try:
             with _Alone(level):
-                found.append(ft.below(lambda a, k: func(*a, **k), own_args, own_kwargs))
+                found.append(levels.below(lambda a, k: func(*a, **k), own_args, own_kwargs))
         except Exception as own:  # this sample's
             found.append(None)
             error = own
@@ -96,7 +96,7 @@ def _stacked(found: list[Any], level: int, split: Split) -> Any:
     split([(spec, *map(_kind, leaves)) for leaves, spec in flat])
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     joined = [
-        ft.wrap(ft.below(torch.stack, column), level) if isinstance(column[0], Tensor) else column[0]
+        levels.wrap(levels.below(torch.stack, column), level) if isinstance(column[0], Tensor) else column[0]
         for column in columns
     ]
     return optree.tree_unflatten(flat[0][1], joined)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, ArgumentTypeError
-from ..torch_ import levels as ft
+from ..torch_ import levels
 
 Index = slice | Tensor
 
@@ -152,7 +152,7 @@ def make(
             f'randomness={randomness!r} is not one of "different", "same", "error"\n'
             "  different: each sample draws its own; same: all share one draw; error: drawing is refused."
         )
-    inside = ft.current_level() is not None  # somebody else's transform: they may be differentiating us
+    inside = levels.current_level() is not None  # somebody else's transform: they may be differentiating us
     own = (lambda t: t) if attached or inside else _own
     leaves, params_spec = flat_params(params)
     batch_leaves, batched, batch_spec, n = _flat_batch(batch, in_dims, own)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..torch_ import levels as ft
+from ..torch_ import levels
 
 Split = Callable[[Tensor], None]  # raises where the rows of a tensor are not all equal
 
@@ -43,7 +43,7 @@ def rewritten(func: Any, args: Any, kwargs: Any, n: int, level: int, split: Spli
         return func, (args[0], tuple(indices), *args[2:]), {}
     as_tuple = func in _NONZERO and kwargs.get("as_tuple", False)
     named = {k: v for k, v in kwargs.items() if k != "as_tuple"}
-    if named or len(args) != (2 if func in _SELECT else 1) or not ft.is_batched(args[-1], level):
+    if named or len(args) != (2 if func in _SELECT else 1) or not levels.is_batched(args[-1], level):
         return None
     if func in _SELECT:
         x, mask = torch.broadcast_tensors(*args)
@@ -68,7 +68,7 @@ def put(target: Tensor, index: tuple[Any, ...], value: Any, n: int, level: int) 
     Torch's own way: slices and numbers first, which gives a view; then the tensors, whose common shape stands in the
     place of their axes where these are neighbours, and in front where they are not.
     """
-    view, axis, places = ft.lower(target, n, level), 1, dict[int, Tensor]()
+    view, axis, places = levels.lower(target, n, level), 1, dict[int, Tensor]()
     given = sum([entry.dim() if _is_boolean(entry) else entry is not None and entry is not ... for entry in index])
     for entry in index:
         if entry is ...:
@@ -79,11 +79,11 @@ def put(target: Tensor, index: tuple[Any, ...], value: Any, n: int, level: int) 
             view, axis = view[(*[slice(None)] * axis, entry)], axis + 1
         elif type(entry) is int:
             view = view.select(axis, entry)
-        elif _is_boolean(entry) and entry.dim() and not ft.is_batched(entry, level):
+        elif _is_boolean(entry) and entry.dim() and not levels.is_batched(entry, level):
             for where in entry.nonzero(as_tuple=True):
                 places[axis], axis = where[None], axis + 1
         elif isinstance(entry, Tensor) and entry.dim() and not entry.is_floating_point() and entry.dtype != torch.bool:
-            places[axis] = ft.lower(entry, n, level) if ft.is_batched(entry, level) else entry[None]
+            places[axis] = levels.lower(entry, n, level) if levels.is_batched(entry, level) else entry[None]
             axis += 1
         else:
             return False
@@ -95,7 +95,7 @@ def put(target: Tensor, index: tuple[Any, ...], value: Any, n: int, level: int) 
     rest = [size for i, size in enumerate(view.shape) if i and i not in places]
     shape = (n, *rest[: first - 1], *common, *rest[first - 1 :])
     rows = value if isinstance(value, Tensor) else torch.tensor(value, dtype=view.dtype, device=view.device)
-    rows = ft.lower(rows, n, level) if ft.is_batched(rows, level) else rows[None]
+    rows = levels.lower(rows, n, level) if levels.is_batched(rows, level) else rows[None]
     if rows.dim() > len(shape):
         return False
     rows = rows.reshape(len(rows), *[1] * (len(shape) - rows.dim()), *rows.shape[1:]).expand(shape)
@@ -137,12 +137,14 @@ def _is_integer(value: Any, level: int) -> bool:
     """Whether `value` is a single integer that differs between samples."""
     if not isinstance(value, Tensor) or value.dim() > 0 or _is_boolean(value) or value.dtype.is_floating_point:
         return False
-    return ft.is_batched(value, level)
+    return levels.is_batched(value, level)
 
 
 def _is_mask(value: Any, level: int) -> bool:
     """Whether `value` is a boolean mask that differs between samples."""
-    return isinstance(value, Tensor) and value.dtype == torch.bool and value.dim() > 0 and ft.is_batched(value, level)
+    return (
+        isinstance(value, Tensor) and value.dtype == torch.bool and value.dim() > 0 and levels.is_batched(value, level)
+    )
 
 
 def _is_number(value: Any) -> bool:
@@ -151,8 +153,8 @@ def _is_number(value: Any) -> bool:
 
 def _positions(mask: Tensor, n: int, level: int, split: Split) -> list[Tensor]:
     """Where `mask` is true, one index tensor per axis, as a batched tensor of K each."""
-    rows = ft.lower(mask, n, level)
+    rows = levels.lower(mask, n, level)
     counts = rows.flatten(1).sum(1)
     split(counts)
     chosen = rows.flatten(1).nonzero()[:, 1].view(n, int(counts[0]))
-    return [ft.wrap(index, level) for index in torch.unravel_index(chosen, rows.shape[1:])]
+    return [levels.wrap(index, level) for index in torch.unravel_index(chosen, rows.shape[1:])]

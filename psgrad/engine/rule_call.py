@@ -17,8 +17,9 @@ from ..factors.leaves import Factor
 from ..registry.params import Param
 from ..registry.plugin import Guarded
 from ..registry.rule import Needs, Rule
-from ..torch_ import levels as ft
-from .checkpoint import hooked
+from ..torch_ import autograd
+from ..torch_.checkpoints import saved_tensor_hooks
+from ..torch_.storage import base_of, is_view, version_of, versions_of
 
 
 class Use(NamedTuple):
@@ -68,14 +69,14 @@ class Applied:
     @property
     def versions(self) -> list[int]:
         """How often the constants have been written to."""
-        return [t._version for t in self.constants] if self.constants else []
+        return versions_of(self.constants) if self.constants else []
 
     def refuse_changes(self) -> None:
         raise RuntimeError(f"an operand of {self.rule.name} was changed in place before its backward")
 
     def backward(self, g: Tensor, x: Tensor, values: list[Any], saved: Any, need_x: bool) -> Tensor | None:
         """The gradient of the input; factors go to the sink, without a graph."""
-        if ft.is_autocasting() and torch.is_autocast_enabled(device := g.device.type):
+        if autograd.is_autocasting() and torch.is_autocast_enabled(device := g.device.type):
             with torch.autocast(device, enabled=False):
                 return self.backward(g, x, values, saved, need_x)
         if x.requires_grad:
@@ -116,7 +117,7 @@ class Tape:
 
     def takes(self, rule: Rule, x: Tensor) -> bool:
         small = rule.native and x.nbytes <= _plan.SMALL and self.held <= _plan.SMALL_TOTAL
-        return small and not self.frugal and hooked() is None
+        return small and not self.frugal and saved_tensor_hooks() is None
 
     def run(self, applied: Applied, x: Tensor) -> Tensor:
         """The output of a call."""
@@ -127,8 +128,8 @@ class Tape:
         y: Tensor = applied.rule.forward(applied.options, x, *values)[0]
         if ours and y.requires_grad:
             made, shape = y, None
-            if y._is_view():  # where `fn` changes it in place, the gradient passes by a view's own edge
-                base = y._base
+            if is_view(y):  # where `fn` changes it in place, the gradient passes by a view's own edge
+                base = base_of(y)
                 assert base is not None
                 if y.numel() == base.numel() and y.is_contiguous() and base.is_contiguous():
                     made, shape = base, y.shape  # the same numbers in the same order
@@ -137,7 +138,7 @@ class Tape:
             node = made.grad_fn
             assert node is not None
             self.edges.append(GradientEdge(node, made.output_nr))
-            self.calls.append((applied, x, x._version, applied.versions, shape))
+            self.calls.append((applied, x, version_of(x), applied.versions, shape))
             self.held += y.nbytes
         return y
 
@@ -145,7 +146,7 @@ class Tape:
         """The factors of all calls, from the gradients at `edges`; the last call first, as the backward met them."""
         for (applied, x, version, versions, shape), g in zip(reversed(self.calls), reversed(cotangents), strict=True):
             if g is not None:
-                if (x._version != version and applied.rule.keeps_input) or applied.versions != versions:
+                if (version_of(x) != version and applied.rule.keeps_input) or applied.versions != versions:
                     applied.refuse_changes()
                 applied.backward(g if shape is None else g.reshape(shape), x, applied.values, (), False)
 
@@ -164,7 +165,7 @@ class _Apply(torch.autograd.Function):
         y, saved = rule.forward(applied.options, x, *values)
         ctx.save_for_backward(x if rule.keeps_input else x.new_empty(1).expand(x.shape), *saved)
         ctx.applied, ctx.values, ctx.versions = applied, values, applied.versions
-        return y.data if y._is_view() else y  # a view made in here could not be changed in place by `fn`
+        return y.data if is_view(y) else y  # a view made in here could not be changed in place by `fn`
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
@@ -175,12 +176,12 @@ class _Apply(torch.autograd.Function):
         return None, None, applied.backward(g, x, ctx.values, saved, ctx.needs_input_grad[2]), None
 
 
-_apply: Any = super(torch.autograd.Function, _Apply).apply  # without the checks for functorch, of which none is running
+_apply = autograd.direct_apply(_Apply)
 
 
 def apply(applied: Applied, tape: Tape, anchor: Tensor | None, x: Tensor) -> Tensor:
     """The rule's output (N, ...) for the input (N, ...)."""
-    if not ft.is_autocasting() or not torch.is_autocast_enabled(x.device.type):
+    if not autograd.is_autocasting() or not torch.is_autocast_enabled(x.device.type):
         if tape.takes(applied.rule, x):
             return tape.run(applied, x)
         return _apply(applied, None, x, anchor if True in applied.tracked else None)  # type: ignore[no-any-return]

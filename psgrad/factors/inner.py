@@ -7,7 +7,7 @@ from math import lcm, prod
 import torch
 from torch import Tensor
 
-from ..torch_ import levels as ft
+from ..torch_ import tracing
 from . import costs as _plan
 from .leaves import Dense, Factor, Outer, Rows, Tied, flat, wide, widened
 from .patches import Patches
@@ -35,7 +35,7 @@ def _dots(a: Factor, b: Factor) -> Tensor:
         plan = _plan.outer_dots(len(a.x), _positions(a), len(b.x), _positions(b), *a.shape)
         if plan.strategy == "gram":
             return _by_gram(a, b)
-    if (isinstance(a, Rows) or isinstance(b, Rows)) and a.shape == b.shape and ft.can_look(a.tensors()[0]):
+    if (isinstance(a, Rows) or isinstance(b, Rows)) and a.shape == b.shape and tracing.can_look(a.tensors()[0]):
         if isinstance(a, Rows) and isinstance(b, Rows) and a.index.shape[1] == b.index.shape[1] == 1:
             products = widened(a.g[:, 0]) @ widened(b.g[:, 0]).mT
             return products.mul_(a.index == b.index.mT)

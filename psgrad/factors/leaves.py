@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..torch_ import levels as ft
+from ..torch_ import tracing
+from ..torch_.storage import base_of
 from . import costs as _plan
 from . import huge_pages as _alloc
 
@@ -77,7 +78,7 @@ def _norms_of_any(grads: Tensor) -> Tensor:
     dtype = wide(grads.dtype)
     if grads.dtype is torch.float16:  # the squares of its numbers are in float32's range
         return _plain_norms(grads)
-    recorded = ft.is_recorded()  # then nothing may depend on values
+    recorded = tracing.is_recorded()  # then nothing may depend on values
     few = recorded or grads.numel() <= (_IN_FLOAT64 if grads.is_cpu else _IN_FLOAT64_OFF_CPU)
     if few and dtype is torch.float32 and grads.device.type != "mps":  # which has no float64
         return _vector_norm(grads, dim=1, dtype=torch.float64)
@@ -221,7 +222,7 @@ class Factor:
 
     def _rooted(self, squares: Tensor, least: Tensor) -> Tensor:
         """Norms from their squares; where these are not above `least`, or not finite, from written gradients."""
-        if ft.is_recorded():  # which forbids a look
+        if tracing.is_recorded():  # which forbids a look
             return Factor.norms(self)
         norms = squares.clamp(min=0).sqrt_()
         index = _suspects(squares - least, 0)
@@ -290,7 +291,7 @@ def as_rows(t: Tensor) -> Tensor:
 
 def merged(t: Tensor) -> Tensor:
     """(N, B, ...) as (N B, ...)."""
-    base = t._base  # of a sample that was given an axis: the batch as it was, and nothing to do
+    base = base_of(t)  # of a sample that was given an axis: the batch as it was, and nothing to do
     if base is None or base.requires_grad or t.requires_grad:  # a graph may have come another way than the memory
         return t.flatten(0, 1)
     n, b, *rest = t.shape
@@ -540,7 +541,7 @@ class Rows(Factor):
 
     def spread(self, mean: Tensor) -> Tensor:
         """Rows that a sample does not touch differ from the mean by the mean."""
-        if not ft.can_look(self.index):  # how many are touched is not known
+        if not tracing.can_look(self.index):  # how many are touched is not known
             return super().spread(mean)
         _, t, d = self.g.shape
         untouched = mean.new_full((self.rows,), len(self))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..registry.params import Region, whole_region
-from ..torch_ import levels as ft
+from ..torch_ import tracing
 from . import costs as _plan
 from . import huge_pages as _alloc
 from . import inner as _pairs
@@ -309,7 +309,7 @@ def _disjoint(regions: list[Region], shape: torch.Size, like: Tensor) -> bool:
     ordered = sorted(regions, key=lambda r: r.offset)
     if all(a.last < b.offset for a, b in pairwise(ordered)):
         return True
-    if not ft.can_look(like):  # take them for parts that overlap
+    if not tracing.can_look(like):  # take them for parts that overlap
         return False
     taken = like.new_zeros(prod(shape), dtype=torch.bool)
     for region in regions:

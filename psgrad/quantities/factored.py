@@ -18,8 +18,9 @@ from ..factors import huge_pages as _alloc
 from ..factors import plain_data as _saved
 from ..factors.leaves import NormsOfMany, cast, norm_of_norms, wide, widest
 from ..factors.sum import Kept
-from ..torch_ import levels as ft
-from ..torch_.hooks import uncompiled
+from ..torch_ import tracing
+from ..torch_.compiler import uncompiled
+from ..torch_.storage import identity_of, storage_of
 
 
 class Meta(NamedTuple):
@@ -82,7 +83,7 @@ class FactoredGrads(Generic[P]):
         return self._n
 
     def __repr__(self) -> str:
-        held = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self._tensors()}.values())
+        held = sum({storage_of(t): t.untyped_storage().nbytes() for t in self._tensors()}.values())
         size = sum(prod(m.shape) for m in self._metas)
         dense = self._n * sum(prod(m.shape) * m.dtype.itemsize for m in self._metas)
         return f"FactoredGrads({self._n} samples x {size:,} parameters, holding {held:,} bytes; dense {dense:,})"
@@ -323,7 +324,7 @@ class _Compact:
 
     def __call__(self, t: Tensor) -> Tensor:
         storage = t.untyped_storage()
-        key = storage._cdata, t.storage_offset(), t.shape, t.stride(), t.dtype
+        key = identity_of(storage), t.storage_offset(), t.shape, t.stride(), t.dtype
         if key not in self.known:
             self.known[key] = t if storage.nbytes() <= t.nbytes else t.clone()
         return self.known[key]
@@ -510,7 +511,7 @@ def clip_weights(norms: Tensor, max_norm: Any, finite: Tensor | None, nonfinite:
 
 def finite_of(norms: Sequence[Tensor], nonfinite: str) -> Tensor | None:
     """Which samples have norms (N,) that are all finite; None: every one."""
-    if ft.can_look(norms[0]):
+    if tracing.can_look(norms[0]):
         if all([math.isfinite(t.sum()) for t in norms]):  # noqa: C419, a third less
             return None
     elif nonfinite != "propagate":
@@ -545,7 +546,7 @@ def check_max_norm(max_norm: Any, where: str = "max_norm") -> Any:
     number = isinstance(max_norm, (int, float)) and not isinstance(max_norm, bool)
     if not number and not (isinstance(max_norm, Tensor) and max_norm.numel() == 1 and not max_norm.is_complex()):
         raise ArgumentTypeError(f"{where} is a {type(max_norm).__name__}, not a number\n  give a positive number.")
-    if (number or ft.can_look(max_norm)) and not float(max_norm) > 0:
+    if (number or tracing.can_look(max_norm)) and not float(max_norm) > 0:
         raise ArgumentError(f"{where}={float(max_norm)} is not positive\n  give a positive number; inf clips nothing.")
     return max_norm.detach().reshape(()) if isinstance(max_norm, Tensor) else max_norm
 

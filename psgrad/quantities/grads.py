@@ -16,9 +16,9 @@ from ..errors import ArgumentError, ArgumentTypeError
 from ..factors import huge_pages as _alloc
 from ..ops import use_rules
 from ..streaming import budget as _memory
-from ..torch_ import levels as ft
-from ..torch_.hooks import uncompiled
-from ..torch_.overlap import first_clash, is_distinct, storage_of
+from ..torch_ import levels
+from ..torch_.compiler import uncompiled
+from ..torch_.storage import first_clash, is_distinct, storage_of
 
 
 @overload
@@ -122,7 +122,7 @@ def per_sample_grads(
     )
     buffers = _buffers(out, problem) if out is not None else None
     step = step_of(problem, chunk_size, max_bytes, grads_work)
-    if ft.current_level() is not None:
+    if levels.current_level() is not None:
         grads, outcome = composed(problem, step)
     else:
         with _engine.differentiating(problem):
@@ -151,7 +151,7 @@ def step_of(
     if chunk_size is None and max_bytes is None:
         return problem.n
     bound = check_step(problem, chunk_size, max_bytes)
-    if bound is not None and problem.n > 0 and ft.current_level() is None:
+    if bound is not None and problem.n > 0 and levels.current_level() is None:
         return _memory.chunk_size(problem, bound, work)
     return min(chunk_size or problem.n, problem.n)
 
@@ -193,7 +193,7 @@ def _buffers(out: Any, problem: Problem) -> list[Tensor]:
         with torch.inference_mode(False):
             direct = t.is_contiguous() and not t.is_inference()
             buffers.append(t.detach() if direct else torch.empty(want, dtype=t.dtype, device=t.device))
-    if ft.current_level() is None:  # inside a transform tensors do not say where their memory is
+    if levels.current_level() is None:  # inside a transform tensors do not say where their memory is
         _refuse_overlap(leaves, problem)
     return buffers
 

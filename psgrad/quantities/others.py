@@ -18,8 +18,9 @@ from ..errors import ArgumentError, ArgumentTypeError, FallbackWarning, place_of
 from ..factors.leaves import flat
 from ..streaming import chunks as _chunk
 from ..streaming.budget import Run, Work
-from ..torch_ import levels as ft
-from ..torch_.hooks import uncompiled
+from ..torch_ import levels
+from ..torch_.compiler import uncompiled
+from ..torch_.storage import storage_of
 from .factored import (
     FactoredGrads,
     add_sums,
@@ -86,13 +87,13 @@ def factored_grads(
 
 def _own(fg: FactoredGrads, problem: Problem) -> FactoredGrads:
     """The same without memory that is the caller's, who may change it."""
-    theirs = {t.untyped_storage()._cdata for t in (*problem.params, *problem.batch) if isinstance(t, Tensor)}
+    theirs = {storage_of(t) for t in (*problem.params, *problem.batch) if isinstance(t, Tensor)}
 
     def owned(t: Tensor) -> Tensor:
         if len(t) > 1 and t.stride(0) == 0:  # the same for all samples: a parameter, or what fn closes over
             return t[:1].clone().expand(t.shape)
         # a single row has no stride that would tell
-        return t.clone() if len(t) == 1 or t.untyped_storage()._cdata in theirs else t
+        return t.clone() if len(t) == 1 or storage_of(t) in theirs else t
 
     blocks = [block.each(owned) for block in fg._blocks]
     return FactoredGrads(tuple(blocks), fg._metas, fg._spec, fg._n, fg.values, fg.aux)
@@ -198,7 +199,7 @@ def per_sample_norms(
     Returns:
         The norms, (N,), or with `per_param` a pytree of them; with `has_aux` `(norms, aux)`.
     """
-    attached = differentiable or ft.current_level() is not None
+    attached = differentiable or levels.current_level() is not None
     problem = _problem.make(
         fn,
         params,
@@ -210,7 +211,7 @@ def per_sample_norms(
         frugal=max_bytes is not None,
     )
     n, (problem, index) = problem.n, _chunk.counting(problem, valid)
-    if differentiable and ft.current_level() is None and not problem.requires_grad:
+    if differentiable and levels.current_level() is None and not problem.requires_grad:
         raise ArgumentError(
             "differentiable=True, but no leaf of params or batch requires grad\n  call requires_grad_() on some first."
         )
@@ -234,7 +235,7 @@ def _attached_norms(problem: Problem, step: int, per_param: bool) -> tuple[list[
     if problem.n == 0:
         none = [problem.params[0].new_empty(0)] * (len(problem.params) if per_param else 1)
         return none, _engine.no_outcome(problem)
-    if ft.current_level() is not None:
+    if levels.current_level() is not None:
         grads, outcome = composed(problem, step)
     else:
         try:

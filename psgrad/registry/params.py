@@ -8,10 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-
-def shares_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are views of one storage."""
-    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
+from ..torch_.storage import shares_memory
 
 
 class Region(NamedTuple):

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..errors import ArgumentTypeError, PsgradError, RuleError, Spot, is_out_of_memory, name_of, spot
 from ..factors.leaves import Factor
-from ..torch_ import levels as ft
-from ..torch_.hooks import FunctionCall
+from ..torch_ import operators, tracing
+from ..torch_.autograd import FunctionCall
 from .params import Param
 from .rule import REDIRECTS, RULES, Call, Composite, Decline, Entry, Fold, Needs, Rule
 
@@ -32,7 +32,7 @@ _ONE_GRADIENT = "its backward must yield one gradient per sample: mend the rule.
 def _overload(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
     """A call of an op that may have several overloads: torch says which one the arguments mean."""
     try:
-        found = ft.overload_of(func, args, kwargs)
+        found = operators.overload_of(func, args, kwargs)
     except RuntimeError:  # none of them: torch's own message is the better one
         found = func
     return found, found, args
@@ -43,12 +43,12 @@ _REGISTERED: dict[Any, Entry] = {}  # rules as they were given, by their keys in
 
 def _keys(function: Any) -> list[Any]:
     """What the table has to hold so that every way to call `function` meets its rule."""
-    if isinstance(function, ft.Overload):
+    if isinstance(function, operators.Overload):
         return [function]
-    if isinstance(function, ft.Packet):
+    if isinstance(function, operators.Packet):
         return [getattr(function, name) for name in function.overloads()]
-    if isinstance(function, ft.CustomOp):
-        return [ft.overload_of_custom_op(function)]
+    if isinstance(function, operators.CustomOp):
+        return [operators.overload_of_custom_op(function)]
     owner = getattr(function, "__self__", None) if getattr(function, "__name__", "") == "apply" else function
     if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
         return [FunctionCall(owner)]
@@ -104,8 +104,8 @@ def register(rule: Entry) -> Entry:
         )
     for key in [key for function in rule.functions for key in _keys(function)]:
         RULES[key], _REGISTERED[key] = _guarded(rule, key), rule
-        if isinstance(key, ft.Overload):
-            REDIRECTS[ft.packet_of(key)] = _overload
+        if isinstance(key, operators.Overload):
+            REDIRECTS[operators.packet_of(key)] = _overload
     return rule
 
 
@@ -148,7 +148,7 @@ class Guard(NamedTuple):
         """Raise RuleError for `error`, unless it is none of the rule's."""
         if isinstance(error, PsgradError) or is_out_of_memory(error):
             return
-        if faked or ft.is_faking():  # a rule may look at values, of which there are none: it runs again with some
+        if faked or tracing.is_faking():  # a rule may look at values, of which there are none: it runs again with some
             return
         said = str(error).strip()
         what = f"raised {type(error).__name__}" + (f": {said.splitlines()[0]}" if said else "")
@@ -232,7 +232,7 @@ def _bind(guard: Guard, rule: Rule, *args: Any, **kwargs: Any) -> Call | Decline
                 f"leaves {param.source.name} out",
                 "name it as x, in params or in others, or return Decline(reason).",
             )
-    guarded = Guarded(call.options, guard, spot(), ft.is_faking(), call.params, call.after is not None)
+    guarded = Guarded(call.options, guard, spot(), tracing.is_faking(), call.params, call.after is not None)
     before, after = call.before, call.after
     return call._replace(
         options=guarded,

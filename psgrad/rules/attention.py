@@ -2,11 +2,11 @@
 
 from typing import Any, NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..registry.rule import Decline, Fold
+from ..torch_ import kernels
 
 
 class Options(NamedTuple):
@@ -47,9 +47,7 @@ def attention(options: Options, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | 
     q, k, v = _folded(q), _folded(k), _folded(v)
     dropout_p, is_causal, scale, gqa = options
     if mask is not None and mask.requires_grad:  # the native kernels refuse it
-        y: Tensor = torch.ops.aten._scaled_dot_product_attention_math(
-            q, k, v, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=gqa
-        )[0]
+        y: Tensor = kernels.attention_by_math(q, k, v, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=gqa)[0]
     else:
         y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=gqa)
     return y.reshape(*shape, *y.shape[-2:])

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..factors.leaves import Dense, Factor, Product
 from ..registry.rule import Call, Decline, Needs, Param, Rule
+from ..torch_ import kernels
 
 
 class Options(NamedTuple):
@@ -100,7 +101,7 @@ def prelu_backward(
     options: None, g: Tensor, x: Tensor, params: Sequence[Tensor], saved: Any, needs: Needs
 ) -> tuple[Tensor | None, list[Factor | None]]:
     weight, n = params[0], len(x)
-    gx, each = torch.ops.aten._prelu_kernel_backward(g, x, _slopes(x, weight))  # both in one pass
+    gx, each = kernels.prelu_backward(g, x, _slopes(x, weight))  # both in one pass
     slopes = each.reshape(n, -1).sum(1) if weight.numel() == 1 else each.reshape(*x.shape[:3], -1).sum((1, 3))
     return (gx if needs.x else None), [Dense(slopes.view(n, *weight.shape))]
 

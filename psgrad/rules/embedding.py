@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import UnsupportedOpError, place
 from ..factors.leaves import Factor, Rows, as_rows
 from ..registry.rule import Call, Decline, Needs, Param, Rule
-from ..torch_ import levels as ft
+from ..torch_ import tracing
 
 
 def forward(options: tuple[int | None, bool], index: Tensor, weight: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -36,7 +36,7 @@ def backward(
 
 def _counts(index: Tensor, rows: int) -> Tensor:
     """How often each index (N, T) is there in its own sample."""
-    if not ft.can_look(index):  # how many there are without repetition is not known
+    if not tracing.can_look(index):  # how many there are without repetition is not known
         return (index[:, :, None] == index[:, None, :]).sum(2)
     apart = index + rows * torch.arange(len(index), device=index.device)[:, None]
     counts: Tensor

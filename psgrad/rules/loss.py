@@ -1,15 +1,13 @@
 """cross_entropy: no parameters, but under vmap it is taken apart into a dozen small ops."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..factors.leaves import merged
 from ..registry.rule import Decline, Fold
-from ..torch_ import levels as ft
+from ..torch_ import kernels, levels, tracing
 
 
 class Options(NamedTuple):
@@ -32,14 +30,13 @@ def bind_cross_entropy(
 ) -> tuple[tuple[Any, ...], Options] | Decline:
     if size_average is not None or reduce is not None or reduction not in ("mean", "sum"):
         return Decline("no reduction")
-    if weight is not None and ft.is_batched(weight, ft.current_level()):
+    if weight is not None and levels.is_batched(weight, levels.current_level()):
         return Decline("class weights that are parameters, or differ between samples")
     if target.is_floating_point() or input.dim() < 2 or target.dim() != input.dim() - 1 or input.numel() == 0:
         return Decline("targets other than class indices with a batch axis")
     return (input, target), Options(weight, reduction, ignore_index, label_smoothing)
 
 
-_cross_entropy: Callable[..., Tensor] = torch._C._nn.cross_entropy_loss  # what F.cross_entropy itself calls
 _REDUCTIONS = ("none", "mean", "sum")  # by torch's number for each
 
 
@@ -59,7 +56,7 @@ def bind_cross_entropy_loss(
 def cross_entropy(options: Options, x: Tensor, target: Tensor) -> Tensor:
     """The losses (N,) of x (N, B, C, ...) and target (N, B, ...)."""
     weight, reduction, ignored, smoothing = options
-    each = _cross_entropy(merged(x), merged(target), weight, 0, ignored, smoothing)
+    each = kernels.cross_entropy(merged(x), merged(target), weight, 0, ignored, smoothing)
     n = x.shape[0]
     size = target.numel() // n
     if size != 1:
@@ -69,7 +66,7 @@ def cross_entropy(options: Options, x: Tensor, target: Tensor) -> Tensor:
     if weight is not None:
         counts = target != ignored
         return each / (weight[target.where(counts, 0)] * counts).reshape(n, size).sum(1)
-    cheap = type(target) is Tensor and target.is_cpu and not ft.is_recorded()
+    cheap = type(target) is Tensor and target.is_cpu and not tracing.is_recorded()
     if cheap and not _is_among(ignored, target):  # a look costs a quarter of a division and its backward
         return each / size if size != 1 else each
     return each / (target.reshape(n, size) != ignored).sum(1)  # none counted: 0 / 0, as torch has it
@@ -82,5 +79,5 @@ def _is_among(ignored: int, target: Tensor) -> bool:
 
 RULES = (
     Fold("cross_entropy", (F.cross_entropy,), bind_cross_entropy, cross_entropy),
-    Fold("cross_entropy", (_cross_entropy,), bind_cross_entropy_loss, cross_entropy),
+    Fold("cross_entropy", (kernels.cross_entropy,), bind_cross_entropy_loss, cross_entropy),
 )

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..errors import UnsupportedOpError, place
 from ..factors.leaves import Dense, Factor, Product
 from ..registry.rule import Call, Decline, Needs, Param, Rule
+from ..torch_ import kernels
 from ..torch_.levels import current_level
 
 Saved = tuple[Tensor, ...]
@@ -158,7 +159,7 @@ class RootMeanSquare(NamedTuple):
 
 
 def rms_forward(options: RootMeanSquare, x: Tensor, weight: Tensor | None) -> tuple[Tensor, Saved]:
-    y, rstd = _aten._fused_rms_norm(x, options.shape, weight, options.eps)
+    y, rstd = kernels.rms_norm(x, options.shape, weight, options.eps)
     return y, (rstd,)
 
 

@@ -19,7 +19,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from ..factors.leaves import Dense, Factor, Outer
 from ..registry.rule import Call, Needs, Param, Rule
-from ..torch_ import levels as ft
+from ..torch_ import levels
 
 Saved = tuple[Tensor, ...]
 Params = Sequence[Any]
@@ -328,8 +328,8 @@ def _plain(step: Callable[..., list[Tensor]], states: int) -> Callable[..., Tens
 
 def bind(x: Any, states: tuple[Any, ...], weights: tuple[Any, ...], reverse: bool) -> Call:
     """States that differ between samples go behind the input; others count as parameters."""
-    level, (length, batch, width) = ft.current_level(), x.shape
-    own = [isinstance(s, Tensor) and level is not None and ft.is_batched(s, level) for s in states]
+    level, (length, batch, width) = levels.current_level(), x.shape
+    own = [isinstance(s, Tensor) and level is not None and levels.is_batched(s, level) for s in states]
     behind = [s for s, mine in zip(states, own, strict=True) if mine]
     if behind:
         x = torch.cat([t.flatten() for t in (x.wrapped if isinstance(x, Param) else x, *behind)])

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..registry.rule import Composite
+from ..torch_ import kernels
 from .recurrence import GRU, LSTM, RNN_RELU, RNN_TANH, Layer
 
 _LSTM = LSTM.functions[0]
@@ -139,21 +140,21 @@ def _cell(layer: Layer) -> Callable[..., Any]:
 
 
 def _pack(input: Any, lengths: Any, batch_first: bool) -> tuple[Any, Tensor]:
-    """torch._pack_padded_sequence; `tolist` parts samples whose sequences have other lengths."""
+    """torch.nn.utils.rnn.pack_padded_sequence; `tolist` parts samples whose sequences have other lengths."""
     where = torch.arange(input.shape[0] * input.shape[1], device=input.device).view(input.shape[:2])
-    index, batch_sizes = torch._pack_padded_sequence(where, torch.tensor(lengths.tolist()), batch_first)
+    index, batch_sizes = kernels.pack_padded_sequence(where, torch.tensor(lengths.tolist()), batch_first)
     return input.flatten(0, 1)[index], batch_sizes
 
 
 def _padding(data: Any, batch_sizes: Any, batch_first: bool, length: int) -> tuple[Tensor, Tensor]:
     """Where in packed data each step of each sequence is, one past its end for padding; the sequences' lengths."""
     where, sizes = torch.arange(len(data), device=data.device), torch.tensor(batch_sizes.tolist())
-    index, lengths = torch._pad_packed_sequence(where, sizes, batch_first, len(data), length)
+    index, lengths = kernels.pad_packed_sequence(where, sizes, batch_first, len(data), length)
     return index, lengths
 
 
 def _pad(data: Any, batch_sizes: Any, batch_first: bool, padding_value: float, total_length: int) -> tuple[Any, Tensor]:
-    """torch._pad_packed_sequence."""
+    """torch.nn.utils.rnn.pad_packed_sequence."""
     index, lengths = _padding(data, batch_sizes, batch_first, total_length)
     return torch.cat([data, data.new_full((1, *data.shape[1:]), padding_value)])[index], lengths
 
@@ -177,7 +178,7 @@ _FUNCTIONS = (
 COMPOSITES = (
     *(Composite(rule.name, (many,), _sequences(rule.functions[0])) for rule, many, _ in _FUNCTIONS),
     *(Composite(rule.name, (one,), _cell(rule.functions[0])) for rule, _, one in _FUNCTIONS),
-    Composite("pack_padded_sequence", (torch._pack_padded_sequence,), _pack),
-    Composite("pad_packed_sequence", (torch._pad_packed_sequence,), _pad),
-    Composite("pad_sequence", (torch._C._nn.pad_sequence,), _pad_all),
+    Composite("pack_padded_sequence", (kernels.pack_padded_sequence,), _pack),
+    Composite("pad_packed_sequence", (kernels.pad_packed_sequence,), _pad),
+    Composite("pad_sequence", (kernels.pad_sequence,), _pad_all),
 )

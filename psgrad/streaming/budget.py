@@ -1,7 +1,6 @@
 """How much a call allocates, and the chunk size that keeps it under a bound: from shapes, before running."""
 
 import contextlib
-import functools
 import logging
 import os
 import re
@@ -17,19 +16,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..engine import ladder as _engine
 from ..engine.mode import Diverged
 from ..engine.op_loop import Unlooped
 from ..engine.problem import Problem, check_positive
 from ..errors import ArgumentError, PsgradError
+from ..torch_.modules import reachable_modules
+from ..torch_.storage import identity_of, storage_of
+from ..torch_.tracing import FAKE_TENSOR_LOG, FakeTensorMode, TorchDispatchMode
 from .kernel_scratch import scratch
 
 Run = Callable[[Problem, Callable[[Problem], Any], Callable[[Any], None]], None]  # `_engine.run`, or a stand-in
 
-_FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+_FAKE_LOG = logging.getLogger(FAKE_TENSOR_LOG)
 
 
 class Meter(TorchDispatchMode):
@@ -38,7 +38,7 @@ class Meter(TorchDispatchMode):
     def __init__(self, known: list[Tensor]) -> None:
         super().__init__()
         self.alive = self.peak = 0
-        self.seen = {t.untyped_storage()._cdata for t in known}
+        self.seen = {storage_of(t) for t in known}
         self.known = known  # keeps their storages, and so their addresses, from being used again
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -51,7 +51,7 @@ class Meter(TorchDispatchMode):
 
     def _meet(self, t: Tensor) -> None:
         storage = t.untyped_storage()
-        key = storage._cdata
+        key = identity_of(storage)
         if key not in self.seen:
             self.seen.add(key)
             self.alive += storage.nbytes()
@@ -433,23 +433,4 @@ def _casts(kind: str) -> bool:
 
 def _training(fn: Any) -> tuple[bool, ...]:
     """Which modules are in training, of those that `fn` itself is, closes over, or names."""
-    flags, todo, seen = list[bool](), [fn], set[int]()
-    while todo:
-        item = todo.pop()
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
-        if isinstance(item, torch.nn.Module):
-            flags.append(item.training)
-            todo += item._modules.values()
-        elif isinstance(item, types.FunctionType):
-            for cell in item.__closure__ or ():
-                with contextlib.suppress(ValueError):  # a variable that has no value yet
-                    todo.append(cell.cell_contents)
-            named = [item.__globals__.get(name) for name in item.__code__.co_names]
-            todo += [value for value in named if isinstance(value, torch.nn.Module)]
-        elif isinstance(item, types.MethodType):
-            todo += [item.__func__, item.__self__]
-        elif isinstance(item, functools.partial):
-            todo += [item.func, *item.args, *item.keywords.values()]
-    return tuple(flags)
+    return tuple(module.training for module in reachable_modules([fn]))

@@ -15,7 +15,7 @@ from ..errors import ArgumentError
 from ..factors import costs as _plan
 from ..factors.leaves import cast, wide, widest
 from ..quantities.factored import Block, FactoredGrads, Meta, gathered, norm_of_all, norms_of_block, norms_of_param
-from ..torch_ import levels as ft
+from ..torch_ import levels
 from .budget import Run, Work
 
 # ---- what is done with the samples of one chunk ----------------------------------------------------------
@@ -169,7 +169,7 @@ def chunks(problem: Problem, step: int) -> Iterator[tuple[slice, Problem]]:
 
 def refuse_inside_transforms(name: str) -> None:
     """These are not differentiable functions."""
-    if ft.current_level() is not None:
+    if levels.current_level() is not None:
         raise ArgumentError(
             f"{name} is called inside a torch.func transform\n"
             "  compute it from per_sample_grads there, which can be differentiated and vmapped."

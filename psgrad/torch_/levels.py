@@ -1,21 +1,18 @@
-"""The only file that touches torch's private functorch names, and those of its autograd engine and of its ops.
+"""Vmap's level: what a batched tensor hides, and how a rule gets to see it.
 
-Inside `vmap` a tensor is a wrapper around one that has the sample axis. A rule wants that inner tensor,
-so it runs one level below, with vmap's layer set aside for a moment (0.02 ms a call; the public way, an
-autograd Function with a `vmap` staticmethod, costs 0.2 ms). `_versions.py` checks on import that the names
-are there.
+Inside `vmap` a tensor is a wrapper around one that has the sample axis. A rule runs on that plain (N, ...) tensor: we
+pop vmap's layer, call the rule, push the layer back. The public way, an autograd Function with a `vmap` staticmethod,
+takes ten times as long.
 """
 
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable
 from functools import cache
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import torch
 from torch import Tensor
 from torch._C import _functorch as _ft
 from torch._functorch import predispatch as _predispatch
-from torch._library.custom_ops import CustomOpDef as _CustomOp
-from torch._ops import OpOverload, OpOverloadPacket
 
 _T = TypeVar("_T")
 
@@ -74,7 +71,7 @@ def wrap(t: Tensor, level: int) -> Tensor:
 
 
 def below(run: Callable[..., _T], *args: object) -> _T:
-    """`run(*args)` with the innermost layer set aside."""
+    """`run(*args)` on plain tensors: without the innermost layer, which is pushed back afterwards."""
     layer = _ft.pop_dynamic_layer_stack()
     try:
         return run(*args)
@@ -82,64 +79,6 @@ def below(run: Callable[..., _T], *args: object) -> _T:
         _ft.push_dynamic_layer_stack(layer)
 
 
-is_autocasting: Callable[[], bool] = torch._C._is_any_autocast_enabled  # for some device
-
-_PROXY: Any = torch._C._TorchDispatchModeKey.PROXY
-_FAKE: Any = torch._C._TorchDispatchModeKey.FAKE
-
-
-def is_recorded() -> bool:
-    """Whether ops are being written down, as by make_fx: what follows must not depend on the numbers."""
-    return torch._C._get_dispatch_mode(_PROXY) is not None
-
-
-def can_look(t: Tensor) -> bool:
-    """Whether what follows may depend on the numbers in `t`: meta tensors have none."""
-    return not (t.is_meta or is_recorded())
-
-
-def is_faking() -> bool:
-    """Whether tensors have shapes and no values, as `explain` and `max_bytes` run a function first."""
-    return torch._C._get_dispatch_mode(_FAKE) is not None
-
-
-# ---- ops, as a mode sees them called ------------------------------------------------
-
-Overload = OpOverload  # torch.ops.aten.mul.Tensor
-Packet = OpOverloadPacket  # torch.ops.aten.mul: all its overloads
-CustomOp = _CustomOp  # what the decorator torch.library.custom_op returns; has one overload
-
-
-def overload_of(packet: Any, args: Any, kwargs: Any) -> Any:
-    """The overload of an op that a call with these arguments means; RuntimeError where there is none."""
-    names = packet.overloads()
-    if len(names) == 1:
-        return getattr(packet, names[0])
-    return getattr(packet, torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs))
-
-
-def packet_of(overload: Any) -> Any:
-    """The op that an overload belongs to."""
-    return overload.overloadpacket
-
-
-def overload_of_custom_op(op: Any) -> Any:
-    """What a custom op calls."""
-    return op._opoverload
-
-
-_run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
-
-
-def gradients(y: Tensor, inputs: Sequence[Any], seed: Tensor) -> tuple[Tensor | None, ...]:
-    """`torch.autograd.grad` of `y` with `seed`, None where an input is not used.
-
-    By the engine itself, without the checks of what is known to fit: 0.05 ms less. On the CPU, where the backward
-    runs in this thread.
-    """
-    if y.device.type != "cpu":
-        return torch.autograd.grad(y, inputs, seed, allow_unused=True)
-    found: tuple[Tensor | None, ...] = _run_backward(
-        (y,), (seed,), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
-    )
-    return found
+def runs_in(frame: types.FrameType) -> bool:
+    """Whether it is a transform's own code that runs in a frame of Python."""
+    return str(frame.f_globals.get("__name__", "")).startswith("torch._functorch")

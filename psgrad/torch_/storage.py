@@ -1,6 +1,9 @@
-"""Whether tensors share memory, number by number: views of one storage may lie side by side, or in between."""
+"""A tensor's memory: its storage, its version, the tensor it is a view of; and whether tensors share numbers.
 
-from collections.abc import Sequence
+Views of one storage may lie side by side, or in between: `is_distinct` and `first_clash` go number by number.
+"""
+
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from math import gcd
 
@@ -10,7 +13,37 @@ from torch import Tensor
 
 def storage_of(t: Tensor) -> int:
     """Which storage `t` is a view of."""
-    return int(t.untyped_storage()._cdata)
+    return t.untyped_storage()._cdata  # type: ignore[no-any-return]
+
+
+def identity_of(storage: torch.UntypedStorage) -> int:
+    """What tells a storage from others that are alive."""
+    return storage._cdata  # type: ignore[no-any-return]
+
+
+def shares_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are views of one storage."""
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata  # type: ignore[no-any-return]
+
+
+def version_of(t: Tensor) -> int:
+    """How often `t` has been written to."""
+    return t._version
+
+
+def versions_of(values: Iterable[object]) -> list[int]:
+    """How often each tensor among the values has been written to."""
+    return [v._version for v in values if isinstance(v, Tensor)]
+
+
+def base_of(t: Tensor) -> Tensor | None:
+    """The tensor that `t` is a view of; None: none that autograd knows."""
+    return t._base
+
+
+def is_view(t: Tensor) -> bool:
+    """Whether autograd knows `t` as a view of another tensor."""
+    return t._is_view()
 
 
 def is_distinct(t: Tensor) -> bool:

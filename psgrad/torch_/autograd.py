@@ -1,22 +1,41 @@
-"""What torch runs behind a mode's back: autograd Functions, and functions that torch.compile made.
+"""Torch's autograd: its engine, called directly; and autograd Functions, which modes do not see by themselves.
 
-The private names for both live here. Whatever is changed in torch is changed for the time of a run only, and does
-nothing in threads that are not inside one.
+While somebody watches (`FUNCTIONS_SEEN`), `Function.apply` is another function; in threads that do not watch, that one
+does what torch's own does.
 """
 
-import contextlib
 import inspect
-import sys
 import threading
 import types
-from collections.abc import Callable
-from functools import cache
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch import Tensor
 
-C = TypeVar("C", bound=Callable[..., Any])
+is_autocasting: Callable[[], bool] = torch._C._is_any_autocast_enabled  # for some device
+without_modes: Any = torch._C.DisableTorchFunction  # inside, torch functions are not shown to modes
+_run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
+
+
+def gradients(y: Tensor, inputs: Sequence[Any], seed: Tensor) -> tuple[Tensor | None, ...]:
+    """`torch.autograd.grad` of `y` with `seed`, None where an input is not used.
+
+    On the CPU, where the backward runs in this thread, this calls the C++ engine directly: our arguments are valid,
+    and the checks of torch.autograd.grad cost 50 us.
+    """
+    if y.device.type != "cpu":
+        return torch.autograd.grad(y, inputs, seed, allow_unused=True)
+    found: tuple[Tensor | None, ...] = _run_backward(
+        (y,), (seed,), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
+    )
+    return found
+
+
+def direct_apply(function: Any) -> Any:
+    """`function.apply` of the C++ base class, without the checks for functorch: for calls outside any transform."""
+    return super(torch.autograd.Function, function).apply
+
 
 # ---- autograd Functions ----------------------------------------------------------------------------------
 
@@ -70,7 +89,7 @@ class FunctionCall:
 class _Hook:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         """Runs in place of torch's `Function.apply`, among the names of torch's module, hence the import."""
-        from psgrad.torch_.hooks import applied
+        from psgrad.torch_.autograd import applied
 
         return applied(__class__, cls, args, kwargs)  # type: ignore[name-defined]  # torch's code has that cell, too
 
@@ -133,85 +152,3 @@ class _FunctionsSeen:
 
 
 FUNCTIONS_SEEN = _FunctionsSeen()
-
-
-# ---- torch.compile ---------------------------------------------------------------------------------------
-
-_eager = 0  # how many runs, in all threads, want compiled functions to run as they were written
-_stance: Any = None  # dynamo's before the first of them
-
-
-def _frames() -> Any:
-    return sys.modules["torch._dynamo.eval_frame"]
-
-
-@cache
-def _forced() -> Any:
-    return _frames().DynamoStance("force_eager")
-
-
-class _Eagerly:
-    """Inside, functions that torch.compile made run as they were written.
-
-    Dynamo would trace the mode into them, with the parameters of one run. It is told by its stance, which other
-    threads share: there such functions run slower for that time, and give the same numbers.
-    """
-
-    def __enter__(self) -> None:
-        global _eager, _stance
-        with _lock:
-            if not _eager:
-                frames = _frames()
-                _stance, frames._stance = frames._stance, _forced()
-            _eager += 1
-
-    def __exit__(self, *_: object) -> None:
-        global _eager
-        with _lock:
-            _eager -= 1
-            if not _eager:
-                _frames()._stance = _stance
-
-
-_NOTHING = contextlib.nullcontext()
-_EAGERLY = _Eagerly()
-
-
-def dynamo_is_loaded() -> bool:
-    return "torch._dynamo.eval_frame" in sys.modules
-
-
-def eagerly() -> contextlib.AbstractContextManager[None]:
-    """Inside, nothing is compiled and no compiled function runs; where nobody has loaded dynamo, nothing to do."""
-    return _EAGERLY if dynamo_is_loaded() else _NOTHING
-
-
-class CompilerLoaded(BaseException):
-    """`fn` was the first to use torch.compile (torch.cond does), too late for `eagerly`. Not for `fn` to catch."""
-
-
-class _CompilersNoticed:
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        if dynamo_is_loaded():
-            raise CompilerLoaded
-
-
-_COMPILERS_NOTICED = _CompilersNoticed()
-
-
-def compilers_noticed() -> contextlib.AbstractContextManager[None]:
-    """Raises `CompilerLoaded` at its end if dynamo was loaded inside: whatever came of it, it has to run once more."""
-    return _NOTHING if dynamo_is_loaded() else _COMPILERS_NOTICED
-
-
-_SKIPPED = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)  # itself, and what it calls
-
-
-def uncompiled(function: C) -> C:
-    """`function` as a break in the graph of whoever compiles its caller: torch.compile leaves it and what it calls."""
-    set_code_exec_strategy(function.__code__, _SKIPPED)
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # nor is it traced into a caller's graph
-    return function

@@ -1,0 +1,92 @@
+"""Torch's compiler: what it compiled runs as written inside `fn`, and it leaves our own functions alone."""
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeVar
+
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+C = TypeVar("C", bound=Callable[..., Any])
+
+_lock = threading.Lock()
+_eager = 0  # how many runs, in all threads, want compiled functions to run as they were written
+_stance: Any = None  # dynamo's before the first of them
+
+
+def _frames() -> Any:
+    return sys.modules["torch._dynamo.eval_frame"]
+
+
+@cache
+def _forced() -> Any:
+    return _frames().DynamoStance("force_eager")
+
+
+class _Eagerly:
+    """Inside, functions that torch.compile made run as they were written.
+
+    Dynamo would trace the mode into them, with the parameters of one run. It is told by its stance, which other
+    threads share: there such functions run slower for that time, and give the same numbers.
+    """
+
+    def __enter__(self) -> None:
+        global _eager, _stance
+        with _lock:
+            if not _eager:
+                frames = _frames()
+                _stance, frames._stance = frames._stance, _forced()
+            _eager += 1
+
+    def __exit__(self, *_: object) -> None:
+        global _eager
+        with _lock:
+            _eager -= 1
+            if not _eager:
+                _frames()._stance = _stance
+
+
+_NOTHING = contextlib.nullcontext()
+_EAGERLY = _Eagerly()
+
+
+def is_loaded() -> bool:
+    return "torch._dynamo.eval_frame" in sys.modules
+
+
+def eagerly() -> contextlib.AbstractContextManager[None]:
+    """Inside, nothing is compiled and no compiled function runs; where nobody has loaded dynamo, nothing to do."""
+    return _EAGERLY if is_loaded() else _NOTHING
+
+
+class CompilerLoaded(BaseException):
+    """`fn` was the first to use torch.compile (torch.cond does), too late for `eagerly`. Not for `fn` to catch."""
+
+
+class _CompilersNoticed:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        if is_loaded():
+            raise CompilerLoaded
+
+
+_COMPILERS_NOTICED = _CompilersNoticed()
+
+
+def compilers_noticed() -> contextlib.AbstractContextManager[None]:
+    """Raises `CompilerLoaded` at its end if dynamo was loaded inside: whatever came of it, it has to run once more."""
+    return _NOTHING if is_loaded() else _COMPILERS_NOTICED
+
+
+_SKIPPED = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)  # itself, and what it calls
+
+
+def uncompiled(function: C) -> C:
+    """`function` as a break in the graph of whoever compiles its caller: torch.compile leaves it and what it calls."""
+    set_code_exec_strategy(function.__code__, _SKIPPED)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # nor is it traced into a caller's graph
+    return function

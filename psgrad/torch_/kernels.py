@@ -1,0 +1,34 @@
+"""Kernels of torch that have no public name, for rules that would be slower without them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_aten: Any = torch.ops.aten
+
+cross_entropy: Callable[..., Tensor] = torch._C._nn.cross_entropy_loss  # what F.cross_entropy itself calls
+pad_sequence: Any = torch._C._nn.pad_sequence  # what torch.nn.utils.rnn.pad_sequence calls
+pack_padded_sequence: Any = torch._pack_padded_sequence
+pad_packed_sequence: Any = torch._pad_packed_sequence
+
+
+# Looked up when called, as others may put an op of theirs in its place.
+
+
+def attention_by_math(*args: Any, **kwargs: Any) -> Any:
+    """Scaled dot product attention by ordinary ops, which takes a mask that needs a gradient."""
+    return _aten._scaled_dot_product_attention_math(*args, **kwargs)
+
+
+def prelu_backward(g: Tensor, x: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of the input, and of the slope at each number, in one pass."""
+    found: tuple[Tensor, Tensor] = _aten._prelu_kernel_backward(g, x, slopes)
+    return found
+
+
+def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
+    """The output, and 1 / rms of each position."""
+    found: tuple[Tensor, Tensor] = _aten._fused_rms_norm(x, shape, weight, eps)
+    return found

@@ -1,0 +1,41 @@
+"""Whether tensors have values, and whether ops are being recorded: what may be decided by looking at numbers."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
+from torch._subclasses.fake_tensor import (
+    FakeTensorMode as FakeTensorMode,
+)
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+NO_VALUES = (DataDependentOutputException, DynamicOutputShapeException)  # a fake tensor is asked for what it has not
+FAKE_TENSOR_LOG = "torch._subclasses.fake_tensor"
+
+_PROXY: Any = torch._C._TorchDispatchModeKey.PROXY
+_FAKE: Any = torch._C._TorchDispatchModeKey.FAKE
+
+
+def is_recorded() -> bool:
+    """Whether ops are being recorded, as by make_fx: then we may not branch on values."""
+    return torch._C._get_dispatch_mode(_PROXY) is not None
+
+
+def can_look(t: Tensor) -> bool:
+    """Whether we may branch on the values of `t`: meta tensors have none."""
+    return not (t.is_meta or is_recorded())
+
+
+def is_faking() -> bool:
+    """Whether tensors have shapes and no values, as `explain` and `max_bytes` run a function first."""
+    return torch._C._get_dispatch_mode(_FAKE) is not None
+
+
+def is_dispatch_watched() -> bool:
+    """Whether a mode sees every op that torch dispatches: a tracer, a meter, fake tensors."""
+    return _get_current_dispatch_mode() is not None
