@@ -53,9 +53,12 @@ over samples. An error that the op itself raises for a wrong call stays the op's
 `psgrad.testing.check` does.
 """
 
+from .factors.base import Factor
 from .factors.costs import ConvGeometry, Plan
-from .factors.leaves import Dense, Factor, Outer, Product, Rows
+from .factors.dense import Dense, Product
+from .factors.outer import Outer
 from .factors.patches import Patches
+from .factors.rows import Rows
 from .registry.plugin import register, unregister
 from .registry.rule import Call, Composite, Decline, Fold, Needs, Param, Rule
 

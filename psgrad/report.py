@@ -16,8 +16,8 @@ from .engine.op_loop import Unlooped
 from .engine.problem import Problem
 from .engine.rule_call import Use
 from .errors import PsgradError, place_of
+from .factors.base import Factor
 from .factors.costs import Plan
-from .factors.leaves import Factor
 from .quantities.grads import grads_work
 from .registry.params import Param, Source
 from .streaming import budget as _memory

@@ -9,7 +9,7 @@ import torch
 
 from .engine import ladder as _engine
 from .engine import problem as _problem
-from .engine.collectors import DenseSink
+from .engine.collectors import DenseCollector
 from .engine.mode import Diverged
 from .engine.op_loop import Unlooped
 from .engine.problem import Problem
@@ -71,7 +71,7 @@ def _logged(problem: Problem, log: list[Use]) -> None:
     """Run, and log every use; where samples part ways, in each part."""
     before = len(log)
     try:
-        _engine.vmapped(problem, DenseSink(problem.params, problem.n), log)
+        _engine.vmapped(problem, DenseCollector(problem.params, problem.n), log)
     except Diverged as diverged:
         del log[before:]
         for index in diverged.groups:

@@ -14,9 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import psgrad
-from psgrad.factors.leaves import Dense, Factor
+from psgrad.factors.base import Factor
+from psgrad.factors.dense import Dense
 from psgrad.factors.plain_data import RECORDS
-from psgrad.factors.sum import Placed, Pulled, Term
+from psgrad.factors.pullback import Pullback
+from psgrad.factors.sum import Placement, Sum
 from psgrad.quantities.factored import Block
 
 from .cases import Case, Layer
@@ -297,12 +299,12 @@ def test_no_copy_keeps_a_graph(how: str) -> None:
 def graphs(fg: Any) -> list[Any]:
     """The factors with a graph."""
     found: list[Any] = []
-    todo = [term.factor for block in fg._blocks for kept in block.kept for term in kept.terms]
+    todo = [own for block in fg._blocks for own in block.sums]
     while todo:
         factor = todo.pop()
-        if isinstance(factor, Placed):
+        if isinstance(factor, Sum):
             todo += [part for _, part in factor.terms]
-        elif isinstance(factor, Pulled):
+        elif isinstance(factor, Pullback):
             found.append(factor)
     return found
 
@@ -353,7 +355,7 @@ def test_a_factor_of_ones_own_is_pickled_by_its_name() -> None:
     fg = psgrad.factored_grads(linear_loss, torch.ones(3, 4), torch.randn(5, 4))
     grads = torch.randn(5, 3, 4)
     (block,) = fg._blocks
-    own = replace(fg, _blocks=(Block(None, (block.kept[0]._replace(terms=(Term(None, Own(grads)),)),)),))
+    own = replace(fg, _blocks=(Block(None, (replace(block.sums[0], terms=(Placement(None, Own(grads)),)),)),))
     for copied in (pickle.loads(pickle.dumps(own)), copy.deepcopy(own), saved(own, weights_only=False)):
         assert_close(copied.dense(), grads)
     with pytest.raises(pickle.UnpicklingError, match=r"GLOBAL tests.test_factored.Own was not an allowed global"):
@@ -372,7 +374,7 @@ def test_every_factor_of_ours_can_be_saved() -> None:
         todo += kind.__subclasses__()
         if kind.__module__.startswith("psgrad.") and kind is not Factor:
             ours.add(kind)
-    assert ours - set(RECORDS.values()) == {Pulled}  # which is written out
+    assert ours - set(RECORDS.values()) == {Pullback}  # which is written out
 
 
 def test_files_of_other_versions_are_refused() -> None:

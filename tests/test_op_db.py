@@ -7,6 +7,8 @@ A sample input of each operator in `make test`, eight with `HYPOTHESIS_PROFILE=t
 import os
 
 import pytest
+import torch
+from packaging.version import Version
 
 from .op_programs import CLASSES, operators, verdicts
 
@@ -23,7 +25,11 @@ _OP_LOOP = (
     "_batch_norm_with_update _native_batch_norm_legit column_stack cov fft.ifft fft.ihfft index_put narrow "
     "native_batch_norm native_group_norm nn.functional.group_norm tensor_split to"
 )
+_OP_LOOP_OF_OLDER = "unbind_copy"  # for which torch 2.10 has no batching rule
+_UNKNOWN_TO_OLDER = {"native_group_norm"}  # not in the table of torch 2.10
+OLDER = Version(torch.__version__) < Version("2.13")
 LOWER = dict.fromkeys(_LOOP.split(), "loop") | dict.fromkeys(_OP_LOOP.split(), "op loop")
+LOWER |= dict.fromkeys(_OP_LOOP_OF_OLDER.split(), "op loop") if OLDER else {}
 
 
 @pytest.mark.parametrize("block", range(BLOCKS))
@@ -41,4 +47,4 @@ def test_an_operator_gives_what_the_loop_gives(block: int) -> None:
 
 
 def test_the_table_of_exceptions_names_operators() -> None:
-    assert LOWER.keys() <= operators().keys()
+    assert LOWER.keys() <= operators().keys() | (_UNKNOWN_TO_OLDER if OLDER else set())

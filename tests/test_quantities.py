@@ -23,7 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import psgrad
 from psgrad.factors import costs as _plan
 from psgrad.factors import inner as _pairs
-from psgrad.factors.leaves import Dense, Outer, norm_of_norms
+from psgrad.factors.dense import Dense
+from psgrad.factors.numerics import norm_of_norms
+from psgrad.factors.outer import Outer
 from psgrad.factors.patches import Patches
 from psgrad.streaming import budget as _memory
 
@@ -703,7 +705,9 @@ def test_one_position_with_and_without_an_axis(scale: float) -> None:
         torch.testing.assert_close(factor.norms(), expected, rtol=1e-5, atol=0.0)
         torch.testing.assert_close(factor.dense(), g[:, :, None] * x[:, None], rtol=1e-5, atol=0.0)
         assert factor.plan.strategy == "mul"
-    torch.testing.assert_close(plain.spread(rows.weighted_sum() / 5), rows.spread(plain.weighted_sum() / 5))
+    torch.testing.assert_close(
+        plain.squared_deviations(rows.weighted_sum() / 5), rows.squared_deviations(plain.weighted_sum() / 5)
+    )
 
 
 @pytest.mark.parametrize("parts", [1, 2, 9, 30])

@@ -13,11 +13,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import psgrad
 from psgrad.factors import costs as _plan
-from psgrad.factors import leaves as _factors
-from psgrad.factors.leaves import Dense, Factor, Outer, Product, Rows, Tied
+from psgrad.factors import numerics
+from psgrad.factors.base import Factor
+from psgrad.factors.dense import Dense, Product
+from psgrad.factors.outer import Outer
 from psgrad.factors.patches import Patches
-from psgrad.factors.sum import Kept, Placed, Pulled, Term
-from psgrad.registry.params import Region
+from psgrad.factors.pullback import Pullback
+from psgrad.factors.region import Region
+from psgrad.factors.rows import Rows
+from psgrad.factors.sum import Placement, Sum
 from psgrad.streaming import budget as _memory
 
 MAGNITUDES = {
@@ -41,15 +45,25 @@ def _outer(n: int, t: int, i: int, o: int) -> Outer:
     return Outer(_randn(n, t, i), _randn(n, t, o))
 
 
-def _placed(n: int) -> Placed:
-    whole, part = Region((4, 3), (3, 1), 0), Region((2, 3), (3, 1), 3)
-    return Placed(((whole, _outer(n, 2, 3, 4)), (part, _outer(n, 2, 3, 2))), torch.Size((4, 3)))
+def _overlapping(n: int) -> Sum:
+    terms = Placement(None, _outer(n, 2, 3, 4)), Placement(Region((2, 3), (3, 1), 3), _outer(n, 2, 3, 2))
+    return Sum(terms, torch.Size((4, 3)), is_disjoint=False)
 
 
-def _pulled(n: int) -> Pulled:
+def _disjoint(n: int) -> Sum:
+    parts = Region((2, 3), (3, 1), 0), Region((1, 3), (3, 1), 9)
+    return Sum(tuple(Placement(r, _outer(n, 2, 3, r.shape[0])) for r in parts), torch.Size((4, 3)))
+
+
+def _tied_factor(n: int) -> Sum:
+    table = Rows(_index(n, 6, 20), _randn(n, 6, 16), 20)
+    return Sum((Placement(None, _outer(n, 5, 16, 20)), Placement(None, table)), torch.Size((20, 16)), is_disjoint=False)
+
+
+def _pulled(n: int) -> Pullback:
     root = _randn(4, 3).requires_grad_()
     value = torch.tanh(root)
-    return Pulled((Kept((Term(None, _outer(n, 2, 3, 4)),), value.shape),), (value,), root)
+    return Pullback((Sum((Placement(None, _outer(n, 2, 3, 4)),), value.shape),), (value,), root)
 
 
 def _conv(n: int, groups: int, size: int) -> Patches:
@@ -75,8 +89,9 @@ FACTORS: dict[str, Callable[[int], Factor]] = {
     "patches-gram": lambda n: _conv(n, 1, 3),
     "patches-tiles": lambda n: _conv(n, 1, 12),
     "patches-groups-gram": lambda n: _conv(n, 2, 2),
-    "tied": lambda n: Tied(_outer(n, 5, 16, 20), Rows(_index(n, 6, 20), _randn(n, 6, 16), 20)),
-    "placed": _placed,
+    "tied": _tied_factor,
+    "overlapping": _overlapping,
+    "disjoint": _disjoint,
     "pulled": _pulled,
 }
 GRAM = {"outer-gram", "outer-gram-strips", "patches-gram", "patches-groups-gram"}
@@ -84,15 +99,12 @@ GRAM = {"outer-gram", "outer-gram-strips", "patches-gram", "patches-groups-gram"
 
 def _changed(factor: Any, change: Callable[[str, Tensor], Tensor]) -> Any:
     """The factor with every tensor of numbers changed, which is told whether it is the input or the cotangent."""
-    if isinstance(factor, Kept):
-        return Kept(tuple(Term(r, _changed(f, change)) for r, f in factor.terms), factor.shape)
-    if isinstance(factor, Tied):
-        return Tied(_changed(factor.outer, change), _changed(factor.rows, change))
-    if isinstance(factor, Placed):
-        return Placed(tuple((r, _changed(f, change)) for r, f in factor.terms), factor.whole)
-    if isinstance(factor, Pulled):
+    if isinstance(factor, Sum):
+        terms = tuple(Placement(r, _changed(f, change)) for r, f in factor.terms)
+        return dataclasses.replace(factor, terms=terms)
+    if isinstance(factor, Pullback):
         root = change("", factor.root.detach()).requires_grad_()
-        return Pulled(tuple(_changed(k, change) for k in factor.kept), (torch.tanh(root),), root)
+        return Pullback(tuple(_changed(own, change) for own in factor.sums), (torch.tanh(root),), root)
     named = {f.name: getattr(factor, f.name) for f in dataclasses.fields(factor)}
     return dataclasses.replace(
         factor, **{k: change(k, v) for k, v in named.items() if isinstance(v, Tensor) and v.is_floating_point()}
@@ -101,7 +113,7 @@ def _changed(factor: Any, change: Callable[[str, Tensor], Tensor]) -> Any:
 
 def _spread_over(factor: Factor, magnitudes: Tensor, where: str) -> Factor:
     """Sample n times magnitudes[n]: in the input, the cotangent, both, or the more in one the less in the other."""
-    has_x = not isinstance(factor, (Dense, Rows, Tied))
+    has_x = not isinstance(factor, (Dense, Rows))
     apart = magnitudes.max().sqrt() ** torch.where(magnitudes > 1, 1, -1)
     of_x = {"x": magnitudes, "g": torch.ones_like(magnitudes), "both": magnitudes.sqrt(), "apart": apart}[where]
 
@@ -111,12 +123,9 @@ def _spread_over(factor: Factor, magnitudes: Tensor, where: str) -> Factor:
         scale = magnitudes if not has_x else of_x if name == "x" else magnitudes / of_x
         return t * scale.view(-1, *[1] * (t.dim() - 1))
 
-    if isinstance(factor, Tied):  # its rows have no input to scale
-        outer = _spread_over(factor.outer, magnitudes, where)
-        rows = _spread_over(factor.rows, magnitudes, where)
-        assert isinstance(outer, Outer)
-        assert isinstance(rows, Rows)
-        return Tied(outer, rows)
+    if isinstance(factor, Sum):  # some terms have no input to scale
+        terms = tuple(Placement(r, _spread_over(f, magnitudes, where)) for r, f in factor.terms)
+        return dataclasses.replace(factor, terms=terms)
     found: Factor = _changed(factor, change)
     return found
 
@@ -144,7 +153,7 @@ def _exact_norms(exact: Factor) -> Tensor:
 def test_norms_of_every_factor_at_every_magnitude(kind: str, where: str, dtype: torch.dtype) -> None:
     short, exact = _made(kind, dtype, where)
     norms = short.norms()
-    assert norms.dtype == _factors.wide(dtype)
+    assert norms.dtype == numerics.wide(dtype)
     torch.testing.assert_close(norms.double(), _exact_norms(exact), rtol=ROUNDING[dtype], atol=0.0)
 
 
@@ -156,7 +165,7 @@ def test_norms_of_float16(kind: str) -> None:
 
 def test_the_kinds_take_the_ways_they_are_named_for(monkeypatch: pytest.MonkeyPatch) -> None:
     rooted = []
-    monkeypatch.setattr(Factor, "_rooted", lambda self, squares, least: rooted.append(type(self)) or squares.sqrt())
+    monkeypatch.setattr(Factor, "rooted", lambda self, squares, least: rooted.append(type(self)) or squares.sqrt())
     for kind in FACTORS:
         rooted.clear()
         _made(kind, torch.float32, "g")[0].norms()
@@ -285,7 +294,7 @@ def _scaled_losses(name: str, dtype: torch.dtype) -> tuple[Any, Any, Any, Any, T
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_norms_of_functions(name: str, dtype: torch.dtype) -> None:
     fn, params, batch, _, expected = _scaled_losses(name, dtype)
-    total = _factors.norm_of_norms(list(expected.values()))
+    total = numerics.norm_of_norms(list(expected.values()))
     fg = psgrad.factored_grads(fn, params, batch)
     close = {"rtol": 1e-4 if dtype is torch.float32 else 1e-10, "atol": 0.0, "check_dtype": False}
     for chunk_size in (None, 3):
@@ -300,7 +309,7 @@ def test_norms_of_functions(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("passes", ["one", "chunks", "two", "factored", "per parameter"])
 def test_clipped_sums_of_functions(name: str, passes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fn, params, batch, grads, expected = _scaled_losses(name, torch.float32)
-    norms = _factors.norm_of_norms(list(expected.values()))
+    norms = numerics.norm_of_norms(list(expected.values()))
     options: dict[str, Any] = {"chunks": {"chunk_size": 2}, "two": {"max_bytes": 250}}.get(passes, {})
     if passes == "two":
         peaks = {"clipped": 1 << 40}

@@ -247,7 +247,7 @@ def test_a_wrong_output():
 def test_wrong_norms_name_the_parameter(monkeypatch):
     """Gradients right, norms wrong: each quantity has ways of its own."""
     fn, params, batch = net()
-    monkeypatch.setattr("psgrad.factors.leaves.wide_norms", lambda grads: torch.ones(len(grads), dtype=grads.dtype))
+    monkeypatch.setattr("psgrad.factors.base.wide_norms", lambda grads: torch.ones(len(grads), dtype=grads.dtype))
     with pytest.raises(psgrad.VerificationError, match=r"^the norms of params\['\d\.\w+'\] differ from those"):
         psgrad.verify(fn, params, batch)
 

@@ -1,4 +1,4 @@
-"""Where the factors of a backward go: written out as they come, or kept."""
+"""Where the factors of a backward go: written out as they come, kept, or reduced to norms or sums."""
 
 from collections.abc import Sequence
 from math import prod
@@ -7,23 +7,55 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
-from ..factors import costs as _plan
-from ..factors import huge_pages as _alloc
-from ..factors.leaves import Dense, Factor, NormsOfMany, Outer, wide
-from ..factors.pulling import pull_rows, pull_sums
-from ..factors.sum import Kept, Pulled, Term, grouped, upright
-from ..registry.params import Param, Region, Source
+from ..factors import costs, huge_pages
+from ..factors.base import Factor, NormMemo
+from ..factors.dense import Dense
+from ..factors.numerics import wide
+from ..factors.pullback import Pullback, pull_rows, pull_sums
+from ..factors.region import Region
+from ..factors.sum import Placement, Sum, as_stored, sum_of
+from ..registry.params import Param, Source
 
 
-class DenseSink:
+class Collector:
+    """What is made of the factors that a backward yields, source by source."""
+
+    reduces_early = False  # it wants to know, when a factor comes, if more are to come for the same source
+    weights: Tensor | None = None  # (N,): what each sample's gradients count, where that is not in the backward's seed
+
+    def __init__(self, params: Sequence[Tensor], n: int) -> None:
+        self.params, self.n = list(params), n
+
+    def has(self, source: Source) -> bool:
+        """Whether anything came for `source`."""
+        raise NotImplementedError
+
+    def add(self, param: Param, factor: Factor, use: object = None) -> None:
+        """Take a factor of a parameter, or of a view of one."""
+        raise NotImplementedError
+
+    def add_dense(self, source: Source, grads: Tensor) -> None:
+        """Take gradients (N, *shape) of a whole source that autograd worked out."""
+        raise NotImplementedError
+
+    def pull(self, derived: Sequence[Source], roots: Sequence[Source]) -> None:
+        """Pass what came for functions of parameters on to the parameters."""
+        raise NotImplementedError
+
+    def put(self, grads: Sequence[Tensor]) -> None:
+        """Take the gradients of every parameter, worked out by somebody else; nothing else comes."""
+        raise NotImplementedError
+
+
+class DenseCollector(Collector):
     """Per-sample gradients (N, *shape) of every parameter, written as factors arrive."""
 
-    hasty = False
-
     def __init__(self, params: Sequence[Tensor], n: int, buffers: Sequence[Tensor] | None = None) -> None:
-        self.params, self.n = list(params), n
+        super().__init__(params, n)
         self.grads: dict[int, Tensor] = {}  # what has been written, by the source's index
-        self.later: dict[int, list[Term]] = {}  # small factors of what is used often: one long sum for many short ones
+        self.later: dict[
+            int, list[Placement]
+        ] = {}  # small factors of what is used often: one long sum for many short ones
         self.buffers = None if buffers is None else list(buffers)  # contiguous, where parameters are to be written
 
     def has(self, source: Source) -> bool:
@@ -34,15 +66,15 @@ class DenseSink:
         terms = self.later.pop(index, None)
         if terms is None:
             return
-        written, buffer, kept = self.grads.get(index), self._buffer(index), Kept(grouped(terms, like.shape), like.shape)
+        written, buffer, whole = self.grads.get(index), self._buffer(index), sum_of(terms, like.shape)
+        assert whole is not None
         shape = (self.n, *like.shape)
         if written is None:
-            self.grads[index] = kept.dense(_alloc.empty(shape, like) if buffer is None else buffer)
+            self.grads[index] = whole.dense(huge_pages.empty(shape, like) if buffer is None else buffer)
         else:
-            written.add_(kept.dense(_alloc.empty(shape, like)))
+            written.add_(whole.dense(huge_pages.empty(shape, like)))
 
     def pull(self, derived: Sequence[Source], roots: Sequence[Source]) -> None:
-        """Gradients of functions of parameters, passed on to the parameters."""
         for source in derived:
             self._write(source.index, source.value)
         rows = [self.grads.pop(source.index) for source in derived]
@@ -56,11 +88,10 @@ class DenseSink:
         return self.buffers[index] if self.buffers is not None and index < len(self.buffers) else None
 
     def add(self, param: Param, factor: Factor, use: object = None) -> None:
-        """A factor of a parameter, or of a view of one."""
         source = param.source
         index, dtype = source.index, source.value.dtype
-        if source.uses > 1 and isinstance(factor, Outer) and not _plan.keeps_dense(*factor.bytes()):
-            self.later.setdefault(index, []).append(_term(param, factor))
+        if source.uses > 1 and factor.sums_positions and not costs.keeps_dense(*factor.bytes()):
+            self.later.setdefault(index, []).append(_placement(param, factor))
             return
         written, buffer = self.grads.get(index), self._buffer(index)
         if written is None and param.whole:
@@ -76,19 +107,18 @@ class DenseSink:
             self.grads[index] = grads
             return
         if written is None and param.covers:
-            whole = _alloc.empty((self.n, *source.value.shape), source.value) if buffer is None else buffer
+            whole = huge_pages.empty((self.n, *source.value.shape), source.value) if buffer is None else buffer
             factor.dense(param.part.rows(whole))
             self.grads[index] = whole
             return
         if written is None:
             shape = (self.n, *source.value.shape)
-            written = (_alloc.empty(shape, source.value) if buffer is None else buffer).zero_()
+            written = (huge_pages.empty(shape, source.value) if buffer is None else buffer).zero_()
             self.grads[index] = written
         region, grads = param.collapsed(factor.dense())
         region.rows(written).add_(grads)
 
     def add_dense(self, source: Source, grads: Tensor) -> None:
-        """Gradients of a whole source that autograd worked out."""
         index = source.index
         written, buffer = self.grads.get(index), self._buffer(index)
         if written is not None:
@@ -99,7 +129,6 @@ class DenseSink:
             self.grads[index] = grads.clone(memory_format=torch.contiguous_format)
 
     def put(self, grads: Sequence[Tensor]) -> None:
-        """Gradients of every parameter that somebody else worked out."""
         for i, g in enumerate(grads):
             self.grads[i] = g
 
@@ -113,133 +142,128 @@ class DenseSink:
         return [self.grads[i] for i in range(len(self.params))]
 
 
-def _term(param: Param, factor: Factor) -> Term:
+def _placement(param: Param, factor: Factor) -> Placement:
     """A factor at its place; gradients of an expanded view are written out, and summed."""
     if param.whole:
-        return Term(None, factor)
+        return Placement(None, factor)
     region = param.part
     if any(size > 1 and stride == 0 for size, stride in zip(region.shape, region.strides, strict=True)):
         region, grads = param.collapsed(factor.dense())
-        return Term(region, Dense(grads))
-    return Term(region, factor)
+        return Placement(region, Dense(grads))
+    return Placement(region, factor)
 
 
-class FactorSink:
+class FactorCollector(Collector):
     """The factors themselves, without the graph they come from."""
 
-    hasty = False
-
     def __init__(self, params: Sequence[Tensor], n: int) -> None:
-        self.params, self.n = list(params), n
-        self.terms: dict[int, list[Term]] = {}  # by the source's index
+        super().__init__(params, n)
+        self.terms: dict[int, list[Placement]] = {}  # by the source's index
         self.held = 0  # bytes
 
     def has(self, source: Source) -> bool:
         return source.index in self.terms
 
     def add(self, param: Param, factor: Factor, use: object = None) -> None:
-        """A factor of a parameter, or of a view of one, in the form that takes less memory."""
-        term = _term(param, factor)
+        """Keep a factor in the form that takes less memory."""
+        term = _placement(param, factor)
         region, factor = term
-        if isinstance(factor, Dense):
-            self.held += factor.grads.nbytes
-        else:
-            held, dense = factor.bytes()
-            if _plan.keeps_dense(held, dense):
-                term, held = Term(region, Dense(factor.dense())), dense
-            self.held += held
+        held, dense = factor.bytes()
+        if not factor.is_written and costs.keeps_dense(held, dense):
+            term, held = Placement(region, Dense(factor.dense())), dense
+        self.held += held
         self.terms.setdefault(param.source.index, []).append(term)
 
     def add_dense(self, source: Source, grads: Tensor) -> None:
-        """Gradients of a whole source that autograd worked out."""
-        term = Term(None, Dense(grads.contiguous()))
+        term = Placement(None, Dense(grads.contiguous()))
         self.held += grads.nbytes
         self.terms.setdefault(source.index, []).append(term)
 
     def pull(self, derived: Sequence[Source], roots: Sequence[Source]) -> None:
-        """Factors of functions of parameters, to be passed on to the parameters when somebody asks."""
+        """Keep factors of functions of parameters: they are passed on to the parameters when somebody asks."""
         values = tuple(source.traced() for source in derived)
-        kept = tuple(Kept(grouped(self.terms.pop(s.index), s.value.shape), s.value.shape) for s in derived)
+        sums = tuple(own for s in derived if (own := sum_of(self.terms.pop(s.index), s.value.shape)) is not None)
         traced = [source.traced() for source in roots]
         zeros = [torch.zeros_like(value) for value in values]
         reached = torch.autograd.grad(values, traced, zeros, allow_unused=True, retain_graph=True)
         for source, root, grad in zip(roots, traced, reached, strict=True):
             if grad is not None:
-                term = Term(None, Pulled(kept, values, root))
+                term = Placement(None, Pullback(sums, values, root))
                 self.terms.setdefault(source.index, []).append(term)
 
     def put(self, grads: Sequence[Tensor]) -> None:
-        """Gradients of every parameter that somebody else worked out."""
-        self.terms = {i: [Term(None, Dense(g))] for i, g in enumerate(grads)}
+        self.terms = {i: [Placement(None, Dense(g))] for i, g in enumerate(grads)}
         self.held = sum(g.nbytes for g in grads)
 
-    def result(self) -> "list[Kept]":
-        """What is known of each parameter's gradients."""
-        return [self._kept(i) for i in range(len(self.params))]
+    def result(self) -> list[Sum | None]:
+        """What is known of each parameter's gradients; None: all are zero."""
+        return [self._sum(i) for i in range(len(self.params))]
 
-    def _kept(self, i: int) -> Kept:
-        shape = self.params[i].shape
-        return Kept(grouped(self.terms.pop(i, ()), shape), shape)
+    def _sum(self, i: int) -> Sum | None:
+        terms = self.terms.pop(i, None)
+        return None if terms is None else sum_of(terms, self.params[i].shape)
 
 
-class Again(BaseException):
+class NormTakenTooEarly(BaseException):
     """A gradient came for a source whose norm was taken already: keep all factors instead."""
 
 
-class NormSink(FactorSink):
+class NormCollector(FactorCollector):
     """Norms, taken as factors arrive where one is all that comes; the others are kept till the end."""
 
-    def __init__(self, params: Sequence[Tensor], n: int, hasty: bool = True) -> None:
+    def __init__(self, params: Sequence[Tensor], n: int, reduces_early: bool = True) -> None:
         super().__init__(params, n)
-        self.hasty = hasty
+        self.reduces_early = reduces_early
         self.taken: dict[int, Tensor] = {}
-        self.many = NormsOfMany()
+        self.memo = NormMemo()
 
     def has(self, source: Source) -> bool:
         if source.index in self.taken:
-            raise Again
+            raise NormTakenTooEarly
         return super().has(source)
 
     def add(self, param: Param, factor: Factor, use: object = None) -> None:
         source = param.source
         index = source.index
         if index in self.taken:
-            raise Again
-        if source.uses == 1 and self.hasty and index < len(self.params) and 0 not in param.value.stride():
-            self.taken[index] = self.many.of(factor)
+            raise NormTakenTooEarly
+        if source.uses == 1 and self.reduces_early and index < len(self.params) and 0 not in param.value.stride():
+            self.taken[index] = factor.norms_with(self.memo)
         else:
             super().add(param, factor, use)
 
     def add_dense(self, source: Source, grads: Tensor) -> None:
         if source.index in self.taken:
-            raise Again
+            raise NormTakenTooEarly
         super().add_dense(source, grads)
 
     def norms(self) -> list[Tensor | None]:
         """Norms (N,) of every parameter; None where all are zero."""
-        taken, many = self.taken, self.many
-        return [taken[i] if i in taken else self._kept(i).norms(many) for i in range(len(self.params))]
+        return [self._norms(i) for i in range(len(self.params))]
+
+    def _norms(self, i: int) -> Tensor | None:
+        if i in self.taken:
+            return self.taken[i]
+        own = self._sum(i)
+        return None if own is None else own.norms_with(self.memo)
 
 
-class SumSink:
+class SumCollector(Collector):
     """The sum over samples of each parameter's gradients, added up as factors arrive."""
 
-    hasty = False
-
-    def __init__(self, params: Sequence[Tensor], seed: Tensor | None) -> None:
-        self.params = list(params)
+    def __init__(self, params: Sequence[Tensor], n: int, seed: Tensor | None) -> None:
+        super().__init__(params, n)
         self.sums: dict[int, Tensor] = {}  # by the source's index, in the dtype for sums
-        self.weights: Tensor | None = None  # where the losses' dtype is too short for the seed
-        # samples that do not count are left out here: their gradients may be NaN, which 0 times is NaN
-        self.counting: Tensor | None = None
+        # the samples whose weight is not 0; the others are left out, as 0 times a NaN would be NaN. None: all
+        self.counted: Tensor | None = None
         if seed is not None and not seed.is_meta and bool((seed == 0).any()):
-            self.counting = seed.nonzero()[:, 0]
+            self.counted = seed.nonzero()[:, 0]
 
     def _sum(self, factor: Factor) -> Tensor | None:
-        if self.counting is None:
+        if self.counted is None:
             return factor.weighted_sum(self.weights)
-        w = None if self.weights is None else self.weights[self.counting]
-        return factor.select(self.counting).weighted_sum(w) if len(self.counting) else None
+        w = None if self.weights is None else self.weights[self.counted]
+        return factor.select(self.counted).weighted_sum(w) if len(self.counted) else None
 
     def has(self, source: Source) -> bool:
         return source.index in self.sums
@@ -256,18 +280,15 @@ class SumSink:
         target.add_(found.reshape(target.shape))
 
     def add(self, param: Param, factor: Factor, use: object = None) -> None:
-        """A factor of a parameter, or of a view of one."""
-        source, (region, factor) = param.source, upright(_term(param, factor))
+        source, (region, factor) = param.source, as_stored(_placement(param, factor))
         found = self._sum(factor)
         self._add(source.index, region, found, source.value.shape)
 
     def add_dense(self, source: Source, grads: Tensor) -> None:
-        """Gradients of a whole source that autograd worked out."""
         shape = source.value.shape
         self._add(source.index, None, self._sum(Dense(grads)), shape)
 
     def pull(self, derived: Sequence[Source], roots: Sequence[Source]) -> None:
-        """Sums for functions of parameters, passed on to the parameters."""
         values, traced = [s.traced() for s in derived], [s.traced() for s in roots]
         sums = [self.sums.pop(s.index) for s in derived]
         for source, grad in zip(roots, pull_sums(values, traced, sums), strict=True):
@@ -277,7 +298,6 @@ class SumSink:
                 self._add(source.index, None, own, shape)
 
     def put(self, grads: Sequence[Tensor]) -> None:
-        """Gradients of every parameter that somebody else worked out."""
         for i, (p, g) in enumerate(zip(self.params, grads, strict=True)):
             self._add(i, None, self._sum(Dense(g)), p.shape)
 

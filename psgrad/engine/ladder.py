@@ -32,14 +32,14 @@ from ..torch_.compiler import CompilerLoaded, compilers_noticed, eagerly
 from ..torch_.functions import opened
 from ..torch_.storage import is_view, storage_of, version_of, versions_of
 from .checkpoint import Following
-from .collectors import DenseSink, FactorSink, NormSink, SumSink
+from .collectors import DenseCollector, FactorCollector, NormCollector, SumCollector
 from .held import Holding, OwnParameters, again, recorded
 from .mode import Diverged, Intercept, Retry, Written, reason_of
 from .op_loop import Unlooped
 from .problem import Problem, Sampled, generators, rewind
 from .rule_call import Use
 
-S = TypeVar("S", DenseSink, FactorSink, NormSink, SumSink)
+S = TypeVar("S", DenseCollector, FactorCollector, NormCollector, SumCollector)
 
 
 class Outcome(NamedTuple):
@@ -403,7 +403,7 @@ def _looped(
                 )
         row = sink(one)
         if loss.requires_grad:
-            if one.seed is not None and isinstance(row, SumSink):
+            if one.seed is not None and isinstance(row, SumCollector):
                 row.weights = one.seed  # not into the backward, which need not be linear
             with again(held), follow:  # a Function may run a model again
                 grads = _seen_grad(loss, params, allow_unused=True)

@@ -61,11 +61,12 @@ from . import checkpoint as _checkpoint
 from . import faults as _faults
 from . import op_loop as _op_loop
 from . import ragged_indexing as _masks
+from .collectors import Collector
 from .control_flow import body_of
 from .draws import RANDOM, Draws, draws
 from .held import OwnParameters
 from .op_loop import Unlooped
-from .rule_call import Applied, Sink, Tape, Use, apply
+from .rule_call import Applied, Tape, Use, apply
 
 REDIRECTS[CUSTOM_FUNCTION_CALL] = lambda _, args, __: (call := FunctionCall(args[0]), call, args[1:])
 _SEQUENCES = (list, tuple)
@@ -125,7 +126,7 @@ class Intercept(TorchFunctionMode):
         self,
         n: int,
         randomness: str,
-        sink: Sink,
+        sink: Collector,
         log: list[Use] | None,
         frugal: bool,
         own: OwnParameters,
@@ -487,7 +488,7 @@ class Intercept(TorchFunctionMode):
     def _unruled(self, func: Any, params: list[Param], reason: str) -> None:
         """Gradients will come for `params`, in ways that are not ours to see."""
         self._listed(func, params, None, reason)
-        if self.sink.hasty and not self.recomputing:
+        if self.sink.reduces_early and not self.recomputing:
             for param in params:
                 param.source.uses += 2
 

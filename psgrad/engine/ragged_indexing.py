@@ -19,7 +19,8 @@ _SELECT = frozenset([torch.masked_select, torch.Tensor.masked_select])
 _NONZERO = frozenset([torch.nonzero, torch.Tensor.nonzero, torch.argwhere, torch.Tensor.argwhere])
 _WHERE = torch.where
 FUNCTIONS: frozenset[Any] = _SELECT | _NONZERO | {GETITEM, SETITEM, _WHERE}
-_TAKES_INTEGERS = torch.__version__ >= "2.13"  # vmap takes x[i] where i is an integer that differs between samples
+_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+_TAKES_INTEGERS = _VERSION >= (2, 13)  # vmap takes x[i] where i is an integer that differs between samples
 
 
 def rewritten(func: Any, args: Any, kwargs: Any, n: int, level: int, split: Split) -> tuple[Any, Any, Any] | None:
@@ -122,7 +123,8 @@ def _getitem(x: Tensor, entries: Any, level: int) -> Tensor:
     rest, axis = [], 0
     for entry, taken in zip(entries, axes, strict=True):
         if _is_integer(entry, level):
-            x = x[(*[slice(None)] * axis, entry.reshape(1).long())]
+            where = entry.reshape(1).long()
+            x = x[(*[slice(None)] * axis, where)] if axis else x[where]  # which is a rule's, if x is a parameter
             entry = 0
         rest.append(entry)
         axis += taken if entry is not Ellipsis else x.dim() - sum(axes)

@@ -6,20 +6,20 @@ as the backward goes on, and costs 0.05 ms more.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ..factors import costs as _plan
-from ..factors.leaves import Factor
 from ..registry.params import Param
 from ..registry.plugin import Guarded
 from ..registry.rule import Needs, Rule
 from ..torch_ import autograd
 from ..torch_.checkpoints import saved_tensor_hooks
 from ..torch_.storage import base_of, is_view, version_of, versions_of
+from .collectors import Collector
 
 
 class Use(NamedTuple):
@@ -32,22 +32,12 @@ class Use(NamedTuple):
     reason: str  # why no rule
 
 
-class Sink(Protocol):
-    """Where the factors of a backward go."""
-
-    @property
-    def hasty(self) -> bool:
-        """Whether it wants to know, when a factor comes, if more are to come for the same source."""
-
-    def add(self, param: Param, factor: Factor, use: Use | None) -> None: ...
-
-
 class Applied:
     """A call of a rule, but for its input."""
 
     __slots__ = ("constants", "is_complex", "options", "params", "rule", "sink", "tracked", "use", "values")
 
-    def __init__(self, rule: Rule, options: Any, params: tuple[Any, ...], sink: Sink) -> None:
+    def __init__(self, rule: Rule, options: Any, params: tuple[Any, ...], sink: Collector) -> None:
         self.rule, self.options, self.params, self.sink = rule, options, params, sink
         values, constants, tracked = [], [], []
         self.is_complex = False  # of complex numbers, for which no rule is written

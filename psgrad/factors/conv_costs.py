@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import costs as _plan
+from . import costs
 from .costs import ConvGeometry, Plan
 
 # Nanoseconds on two CPU threads, float32; `python -m benchmarks.fit_convolutions` measures and fits them.
@@ -53,7 +53,7 @@ COSTS = {
     # differs from run to run. 4.7 MB took 1.2 to 6.6 times the ordinary gradient's time, 2.4 MB 1.1 to 1.5 times.
     "fresh": 3.0,
 }
-AT_ONCE = 2 * _plan.TILE  # bytes of patches, and copies of the operands, at once: half takes up to 1.18 of the time
+AT_ONCE = 2 * costs.TILE  # bytes of patches, and copies of the operands, at once: half takes up to 1.18 of the time
 ROW = 18  # numbers that a copy moves in the time that it takes to begin with a row of them
 
 
@@ -147,7 +147,7 @@ def _kernel(z: Sizes, geometry: ConvGeometry, kernel: Sequence[int]) -> dict[str
         kind, more = "depthwise", {}
     else:
         kind, more = "unrolled", {"groups": groups, "windows": groups * z.c * z.taps * z.t}
-    fresh: dict[str, float] = {"fresh": weights} if weights * 4 > _plan.TILE else {}
+    fresh: dict[str, float] = {"fresh": weights} if weights * 4 > costs.TILE else {}
     return fresh | {f"{kind}.{name}": count for name, count in {
         "call": 1, "multiply": work, "moved": moved, "weights": weights, **more,
     }.items()}  # fmt: skip
@@ -161,7 +161,7 @@ def _grouped(z: Sizes, geometry: ConvGeometry, kernel: Sequence[int]) -> dict[st
     return {name: count * (steps if name.endswith(".call") else z.n / m) for name, count in done.items()}
 
 
-def costs(x: Sequence[int], g: Sequence[int], geometry: ConvGeometry, kernel: Sequence[int]) -> dict[str, float]:
+def estimates(x: Sequence[int], g: Sequence[int], geometry: ConvGeometry, kernel: Sequence[int]) -> dict[str, float]:
     """Nanoseconds by each strategy that works, on two CPU threads."""
     return {strategy: _price(done) for strategy, done in counts(x, g, geometry, kernel).items()}
 
@@ -170,7 +170,7 @@ def costs(x: Sequence[int], g: Sequence[int], geometry: ConvGeometry, kernel: Se
 def _cheapest(
     x: tuple[int, ...], g: tuple[int, ...], geometry: ConvGeometry, kernel: tuple[int, ...], threads: int
 ) -> str:
-    found = costs(x, g, geometry, kernel)
+    found = estimates(x, g, geometry, kernel)
     return min(found, key=found.__getitem__)
 
 
@@ -226,7 +226,7 @@ def conv_tiles(
         return Tiles(z.n, size)
     if whole >= least:
         return Tiles(_even(z.n, whole, least), size)
-    if least * each <= _plan.WORKSPACE or itemsize < 4:  # short sums would be rounded each
+    if least * each <= costs.WORKSPACE or itemsize < 4:  # short sums would be rounded each
         return Tiles(least, size)
     length = max(1, AT_ONCE // (least * patches // size))
     return Tiles(least, -(-size // -(-size // length)))
@@ -277,5 +277,5 @@ def conv_norms(
 ) -> Plan:
     """How to get squared norms: as of an outer product, whose positions are the output's, its inputs the patches."""
     inputs, channels = x[2] // geometry.groups * prod(kernel), g[2] // geometry.groups
-    plan = _plan.outer_norms(x[0] * geometry.groups, x[1] * prod(g[3:]), inputs, channels, itemsize)
+    plan = costs.outer_norms(x[0] * geometry.groups, x[1] * prod(g[3:]), inputs, channels, itemsize)
     return plan if plan.strategy == "gram" else conv_weight(x, g, geometry, kernel, itemsize)._replace(strategy="tiles")

@@ -1,50 +1,64 @@
-"""Inner products between the gradients of two sets of samples, factor against factor."""
+"""Inner products of per-sample gradients, factor against factor.
+
+`dots` is between all samples of two sets, (N, M); `cross` is between two factors of the same samples, (N,).
+"""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from math import lcm, prod
 
 import torch
 from torch import Tensor
 
-from ..torch_ import tracing
-from . import costs as _plan
-from .leaves import Dense, Factor, Outer, Rows, Tied, flat, wide, widened
-from .patches import Patches
+from . import costs
+from .base import Factor
+from .dense import Dense
+from .numerics import flat, wide, widened
+from .outer import Outer
+from .rows import Rows
 
 
 def dots(a: Factor, b: Factor) -> Tensor:
     """Inner products (N, M) of the gradients of N and of M samples, the parameter and its part being the same."""
     total: Tensor | None = None
-    for one in _summands(a):
-        for other in _summands(b):
+    for one in a.summands():
+        for other in b.summands():
             found = _dots(one, other)
             total = found if total is None else total.add_(found)
     assert total is not None
     return total
 
 
-def _summands(factor: Factor) -> tuple[Factor, ...]:
-    return (factor.outer, factor.rows) if isinstance(factor, Tied) else (factor,)
-
-
 def _dots(a: Factor, b: Factor) -> Tensor:
     if isinstance(a, Dense) and isinstance(b, Dense) and _is_matrix(a) and _is_matrix(b) and a.dtype == b.dtype:
         return torch.mm(flat(a.grads), flat(b.grads).mT)
     if isinstance(a, Outer) and isinstance(b, Outer) and a.x.dim() < 4 and b.x.dim() < 4 and a.shape == b.shape:
-        plan = _plan.outer_dots(len(a.x), _positions(a), len(b.x), _positions(b), *a.shape)
+        plan = costs.outer_dots(len(a.x), _positions(a), len(b.x), _positions(b), *a.shape)
         if plan.strategy == "gram":
             return _by_gram(a, b)
-    if (isinstance(a, Rows) or isinstance(b, Rows)) and a.shape == b.shape and tracing.can_look(a.tensors()[0]):
-        if isinstance(a, Rows) and isinstance(b, Rows) and a.index.shape[1] == b.index.shape[1] == 1:
-            products = widened(a.g[:, 0]) @ widened(b.g[:, 0]).mT
-            return products.mul_(a.index == b.index.mT)
-        touched = torch.unique(a.index if isinstance(a, Rows) else b.index)  # type: ignore[attr-defined]
+    if isinstance(a, Rows) and isinstance(b, Rows) and a.shape == b.shape and a.index.shape[1] == b.index.shape[1] == 1:
+        products = widened(a.g[:, 0]) @ widened(b.g[:, 0]).mT
+        return products.mul_(a.index == b.index.mT)
+    touched = _touched(a, b)
+    if touched is not None:
         if len(touched) == 0:
             return widened(a.tensors()[-1]).new_zeros(len(a), len(b))
-        same, a = a is b, _rows_of(a, touched)
-        b = a if same else _rows_of(b, touched)
+        same, a = a is b, _at(a, touched)
+        b = a if same else _at(b, touched)
     return _by_tiles(a, b)
+
+
+def _touched(a: Factor, b: Factor) -> Tensor | None:
+    """Rows of the parameter outside which one of both is zero; None where all have to be looked at."""
+    if a.shape != b.shape:
+        return None
+    found = a.rows_touched()
+    return b.rows_touched() if found is None else found
+
+
+def _at(factor: Factor, index: Tensor) -> Factor:
+    """The factor of some rows of the parameter."""
+    found = factor.rows_at(index)
+    return Dense(factor.dense().view(len(factor), *factor.shape)[:, index]) if found is None else found
 
 
 def _is_matrix(factor: Dense) -> bool:
@@ -73,17 +87,6 @@ def _matrix(t: Tensor) -> Tensor:
     return widened(t if t.dim() == 2 else t.flatten(0, 1))
 
 
-def _rows_of(factor: Factor, touched: Tensor) -> Factor:
-    """The factor of the rows `touched` of a table alone."""
-    if isinstance(factor, Outer):
-        return Outer(factor.x, factor.g[..., touched])
-    if isinstance(factor, Rows):
-        index = torch.searchsorted(touched, factor.index.contiguous()).clamp_(max=len(touched) - 1)
-        there = (touched[index] == factor.index)[..., None]
-        return Rows(index, factor.g.where(there, 0), len(touched))
-    return Dense(factor.dense().view(len(factor), *factor.shape)[:, touched])
-
-
 def _by_tiles(a: Factor, b: Factor) -> Tensor:
     """The gradients written out, a few of their rows at a time; once where both are the same."""
     dtype = wide(torch.promote_types(a.dtype, b.dtype))
@@ -98,49 +101,30 @@ def _by_tiles(a: Factor, b: Factor) -> Tensor:
 
 def _aligned(a: Factor, b: Factor) -> tuple[Iterator[Factor], Iterator[Factor]]:
     """Both factors cut along the parameter's first axis in the same places."""
-    if a.shape != b.shape or not (a.shape and _can_cut(a) and _can_cut(b)):
+    grain = lcm(a.cut_grain(), b.cut_grain())
+    if a.shape != b.shape or not a.shape or a.shape[0] == 0 or grain == 0:
         return iter([a]), iter([b])
-    size, grain = a.shape[0], lcm(_grain(a), _grain(b))
     n = len(a) if a is b else len(a) + len(b)
     each = n * prod(a.shape[1:]) * grain * wide(a.dtype).itemsize
-    if isinstance(a, Patches) or isinstance(b, Patches):  # each cut has patches to lay out anew
-        each = each * _plan.TILE // _plan.WORKSPACE
-    step = grain * _plan.tile(each)
-    cuts = [slice(start, min(start + step, size)) for start in range(0, size, step)]
-    return (_cut(a, rows) for rows in cuts), (_cut(b, rows) for rows in cuts)
+    step = grain * max(1, max(a.tile_bytes, b.tile_bytes) // max(1, each))
+    cuts = [slice(start, min(start + step, a.shape[0])) for start in range(0, a.shape[0], step)]
+    return _cut(a, cuts), _cut(b, cuts)
 
 
-def _can_cut(factor: Factor) -> bool:
-    return isinstance(factor, (Dense, Outer, Rows, Patches)) and factor.shape[0] > 0
+def _cut(factor: Factor, cuts: list[slice]) -> Iterator[Factor]:
+    return iter([factor]) if len(cuts) == 1 else map(factor.cut, cuts)
 
 
-def _grain(factor: Factor) -> int:
-    """How many rows of the parameter go together."""
-    if isinstance(factor, Patches) and factor.geometry.groups > 1:
-        return factor.shape[0] // factor.geometry.groups
-    return 1
-
-
-def _cut(factor: Factor, rows: slice) -> Factor:
-    """The factor of some rows of the parameter."""
-    if rows.start == 0 and rows.stop == factor.shape[0]:
-        return factor
-    if isinstance(factor, Dense):
-        return Dense(factor.grads[:, rows])
-    if isinstance(factor, Outer):
-        return (
-            Outer(factor.x[:, rows], factor.g[:, rows]) if factor.x.dim() == 4 else Outer(factor.x, factor.g[..., rows])
-        )
-    if isinstance(factor, Rows):
-        there = (factor.index >= rows.start) & (factor.index < rows.stop)
-        index = (factor.index - rows.start).where(there, 0)
-        return Rows(index, factor.g.where(there[..., None], 0), rows.stop - rows.start)
-    assert isinstance(factor, Patches)
-    groups, g = factor.geometry.groups, factor.g[:, :, rows]
-    if groups == 1:
-        return replace(factor, g=g)
-    some = g.shape[2] // _grain(factor)  # whole groups
-    width = factor.shape[1]
-    first = rows.start // _grain(factor) * width
-    x = factor.x[:, :, first : first + some * width]
-    return replace(factor, x=x, g=g, geometry=factor.geometry._replace(groups=some))
+def cross(outer: Outer, rows: Rows) -> Tensor:
+    """<outer, rows> (N,) = sum over t, s of outer.g[s, index[t]] (rows.g[t] . outer.x[s]), nothing written out."""
+    s, size = outer.x.shape[1], costs.gram_block(rows.index.shape[1])
+    found = []
+    for some, part in outer.tiles(2 * size * s * 4):
+        x, own = widened(part.x), rows.select(some)
+        total = x.new_zeros(len(x))
+        for g, index in zip(own.g.split(size, 1), own.index.split(size, 1), strict=True):
+            products = torch.bmm(x, widened(g).mT)  # (N, S, T)
+            picked = part.g.gather(2, index[:, None, :].expand(products.shape))
+            total += products.mul_(picked).flatten(1).sum(1)
+        found.append(total)
+    return torch.cat(found)

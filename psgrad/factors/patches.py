@@ -1,16 +1,16 @@
 """The factor of a convolution's weight."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
 from torch import Tensor
 
-from . import conv_costs as _conv_plan
-from . import costs as _plan
-from . import huge_pages as _alloc
-from .leaves import Factor, Outer, scaled, vanishing, widened
+from . import conv_costs, costs, huge_pages
+from .base import Factor
+from .numerics import scaled, vanishing, widened
+from .outer import Outer
 from .windows import Columns
 
 
@@ -20,12 +20,12 @@ class Patches(Factor):
 
     x: Tensor  # (N, B, C, *S)
     g: Tensor  # (N, B, O, *S')
-    geometry: _plan.ConvGeometry
+    geometry: costs.ConvGeometry
     kernel: tuple[int, ...]  # K
 
     @property
-    def plan(self) -> _plan.Plan:
-        return _conv_plan.conv_weight(self.x.shape, self.g.shape, self.geometry, self.kernel, self.x.element_size())
+    def plan(self) -> costs.Plan:
+        return conv_costs.conv_weight(self.x.shape, self.g.shape, self.geometry, self.kernel, self.x.element_size())
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -35,7 +35,7 @@ class Patches(Factor):
         return self.by(self.plan.strategy, out)
 
     def by(self, strategy: str, out: Tensor | None = None) -> Tensor:
-        """The gradients by one of the ways that `_conv_plan.conv_weight` chooses from."""
+        """The gradients by one of the ways that `conv_costs.conv_weight` chooses from."""
         shape = (len(self.x), *self.shape)
         if self.x.numel() == 0 or self.g.numel() == 0:
             return self.g.new_zeros(shape) if out is None else out.zero_()
@@ -44,15 +44,15 @@ class Patches(Factor):
         write = {"pointwise": self._pointwise, "patches": self._patches, "loop": self._loop}[strategy]
         if out is not None and out.is_contiguous() and out.dtype == self.g.dtype:
             return write(out)
-        grads = write(_alloc.empty(shape, self.g))
+        grads = write(huge_pages.empty(shape, self.g))
         return grads if out is None else out.copy_(grads)
 
     def _grouped(self, shape: tuple[int, ...], out: Tensor | None) -> Tensor:
         """A convolution in which each sample has groups of its own; its batch axis is B. Some samples at a time."""
-        sizes = _conv_plan.Sizes.of(self.x.shape, self.g.shape, self.geometry, self.kernel)
-        tile = _conv_plan.grouped_tile(sizes, self.x.element_size())
+        sizes = conv_costs.Sizes.of(self.x.shape, self.g.shape, self.geometry, self.kernel)
+        tile = conv_costs.grouped_tile(sizes, self.x.element_size())
         if out is None and tile < len(self.x):
-            out = _alloc.empty(shape, self.g)
+            out = huge_pages.empty(shape, self.g)
         for start in range(0, len(self.x), tile):
             part = slice(start, start + tile)
             x, g = (t[part].transpose(0, 1).reshape(t.shape[1], -1, *t.shape[3:]) for t in (self.x, self.g))
@@ -83,10 +83,10 @@ class Patches(Factor):
         n, groups, size = len(out), self.geometry.groups, self.g.shape[3:]
         rows = out.view(n, groups, self.shape[0] // groups, -1)  # (N, G, O/G, C/G K)
         o, taps = rows.shape[2:]
-        tiles = _conv_plan.conv_tiles(self.x.shape, self.g.shape, self.geometry, self.kernel, self.x.element_size())
+        tiles = conv_costs.conv_tiles(self.x.shape, self.g.shape, self.geometry, self.kernel, self.x.element_size())
         columns = Columns(self.x, self.geometry, self.kernel, size, tiles)
         turned = (
-            rows.new_empty(tiles.samples * groups, taps, o) if _conv_plan.conv_turns(o, taps, size_of(self.g)) else None
+            rows.new_empty(tiles.samples * groups, taps, o) if conv_costs.conv_turns(o, taps, size_of(self.g)) else None
         )
         for start in range(0, n, tiles.samples):
             x, g, grads = (t[start : start + tiles.samples] for t in (self.x, self.g, rows))
@@ -104,14 +104,14 @@ class Patches(Factor):
                 grads.copy_(turned[:m].mT)
         return out
 
-    def tiles(self, bytes_each: int | None = None) -> "Iterator[tuple[slice, Patches]]":
-        """Larger than others': each tile has patches to lay out."""
-        size = prod(self.shape) * self.x.element_size() if bytes_each is None else bytes_each
-        return super().tiles(max(1, size * _plan.TILE // _plan.WORKSPACE))
+    @property
+    def tile_bytes(self) -> int:
+        """More than others': each tile has patches to lay out."""
+        return costs.WORKSPACE
 
     def norms(self) -> Tensor:
-        plan = _conv_plan.conv_norms(self.x.shape, self.g.shape, self.geometry, self.kernel, self.x.element_size())
-        return self._rooted(*self._by_gram()) if plan.strategy == "gram" else super().norms()
+        plan = conv_costs.conv_norms(self.x.shape, self.g.shape, self.geometry, self.kernel, self.x.element_size())
+        return self.rooted(*self._by_gram()) if plan.strategy == "gram" else super().norms()
 
     def _by_gram(self) -> tuple[Tensor, Tensor]:
         """Squared norms, and what they have to exceed: patches as an outer product's rows, a few samples at a time."""
@@ -120,7 +120,7 @@ class Patches(Factor):
         found, least = [], []
         for _, part in self.tiles(groups * taps * positions * self.x.element_size()):
             size = self.g.shape[3:]
-            columns = Columns(part.x, self.geometry, self.kernel, size, _conv_plan.Tiles(len(part.x), size[0]))
+            columns = Columns(part.x, self.geometry, self.kernel, size, conv_costs.Tiles(len(part.x), size[0]))
             x = columns.copied(columns.of(part.x)).view(-1, taps, positions).mT  # (N G, T, C/G K)
             g = part.g.transpose(1, 2).reshape(-1, o // groups, positions).mT  # (N G, T, O/G)
             squares, low = (t.view(-1, groups).sum(1) for t in Outer(x, g).by_gram())
@@ -128,7 +128,7 @@ class Patches(Factor):
             least.append(low)
         return torch.cat(found), torch.cat(least)
 
-    def _vanishing(self) -> Tensor | None:
+    def vanishing(self) -> Tensor | None:
         return vanishing(self.x, self.g)
 
     def weighted_sum(self, w: Tensor | None = None) -> Tensor:
@@ -138,9 +138,29 @@ class Patches(Factor):
         x, g = widened(self.x).flatten(0, 1), scaled(self.g, w).flatten(0, 1)
         return weight_gradient(x, g, self.geometry, self.shape)
 
+    def merge_key(self) -> Hashable:
+        return type(self), self.shape, self.dtype, self.geometry, self.x.shape[2:], self.g.shape[2:]
+
+    def merged_with(self, others: Sequence[Factor]) -> Factor:
+        """More images in each sample."""
+        alike = [self, *(f for f in others if isinstance(f, Patches))]
+        return replace(self, x=torch.cat([f.x for f in alike], 1), g=torch.cat([f.g for f in alike], 1))
+
+    def cut_grain(self) -> int:
+        return self.shape[0] // self.geometry.groups if self.geometry.groups > 1 else 1
+
+    def cut(self, rows: slice) -> Factor:
+        groups, g = self.geometry.groups, self.g[:, :, rows]
+        if groups == 1:
+            return replace(self, g=g)
+        some, width = g.shape[2] // self.cut_grain(), self.shape[1]  # whole groups
+        first = rows.start // self.cut_grain() * width
+        x = self.x[:, :, first : first + some * width]
+        return replace(self, x=x, g=g, geometry=self.geometry._replace(groups=some))
+
 
 def weight_gradient(
-    x: Tensor, g: Tensor, geometry: _plan.ConvGeometry, shape: tuple[int, ...], place: Tensor | None = None
+    x: Tensor, g: Tensor, geometry: costs.ConvGeometry, shape: tuple[int, ...], place: Tensor | None = None
 ) -> Tensor:
     """The ordinary gradient of a weight of this shape; x (B, C, *S), g (B, O, *S').
 

@@ -11,15 +11,17 @@ from typing import Any
 import optree
 
 from ..errors import ArgumentError
-from ..registry.params import Region
 from .costs import ConvGeometry
-from .leaves import Dense, Outer, Product, Rows, Tied
+from .dense import Dense, Product
+from .outer import Outer
 from .patches import Patches
-from .sum import Placed, Term
+from .region import Region
+from .rows import Rows
+from .sum import Placement, Sum
 
 FORMAT = 1  # raised when files of before can no longer be read
 RECORDS: dict[str, Any] = {
-    kind.__name__: kind for kind in (Term, Dense, Product, Outer, Rows, Tied, Patches, Placed, Region, ConvGeometry)
+    kind.__name__: kind for kind in (Sum, Placement, Dense, Product, Outer, Rows, Patches, Region, ConvGeometry)
 }
 
 

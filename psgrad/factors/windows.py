@@ -5,7 +5,7 @@ from math import prod
 
 from torch import Tensor
 
-from . import conv_costs as _conv_plan
+from . import conv_costs
 from .costs import ConvGeometry
 
 
@@ -24,14 +24,14 @@ class Columns:
     """
 
     def __init__(
-        self, x: Tensor, geometry: ConvGeometry, kernel: Sequence[int], size: Sequence[int], tiles: _conv_plan.Tiles
+        self, x: Tensor, geometry: ConvGeometry, kernel: Sequence[int], size: Sequence[int], tiles: conv_costs.Tiles
     ) -> None:
         self.geometry, self.kernel, self.size = geometry, tuple(kernel), tuple(size)
         b, c, *s = x.shape[1:]
         extents = [length + 2 * p for length, p in zip(s, geometry.padding, strict=True)]
         self.room = x.new_empty(tiles.samples * b * c * prod(kernel) * tiles.length * prod(size[1:]))
         self.padded = x.new_zeros(tiles.samples, b, c, *extents) if any(geometry.padding) else None
-        shifts = _conv_plan.conv_shifts(geometry, kernel, extents, size)
+        shifts = conv_costs.conv_shifts(geometry, kernel, extents, size)
         self.shifted = x.new_empty(tiles.samples, c, kernel[-1], b, *extents[:-1], size[-1]) if shifts else None
 
     def of(self, x: Tensor) -> Tensor:

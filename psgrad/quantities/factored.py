@@ -16,8 +16,9 @@ from ..engine.problem import paths
 from ..errors import ArgumentError, ArgumentTypeError
 from ..factors import huge_pages as _alloc
 from ..factors import plain_data as _saved
-from ..factors.leaves import NormsOfMany, cast, norm_of_norms, wide, widest
-from ..factors.sum import Kept
+from ..factors.base import NormMemo
+from ..factors.numerics import cast, norm_of_norms, wide, widest
+from ..factors.sum import Sum
 from ..torch_ import tracing
 from ..torch_.compiler import uncompiled
 from ..torch_.storage import identity_of, storage_of
@@ -40,16 +41,16 @@ class Block:
     """Samples that ran together: their places, and what is kept of each parameter's gradients."""
 
     index: Tensor | None  # (n,) among all samples; None: all, in order
-    kept: tuple[Kept, ...]
+    sums: tuple[Sum | None, ...]  # None: all gradients are zero
     small: bool = False  # so little is held that the order of sums does not matter
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Block":
         index = None if self.index is None else change(self.index)
-        return Block(index, tuple(kept.each(change) for kept in self.kept), self.small)
+        return Block(index, tuple(None if own is None else own.each(change) for own in self.sums), self.small)
 
     def without_graph(self) -> "Block":
         """The same, with gradients that are still to be pulled back written out."""
-        return Block(self.index, tuple(kept.without_graph() for kept in self.kept), self.small)
+        return Block(self.index, tuple(None if own is None else own.without_graph() for own in self.sums), self.small)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -89,7 +90,7 @@ class FactoredGrads(Generic[P]):
         return f"FactoredGrads({self._n} samples x {size:,} parameters, holding {held:,} bytes; dense {dense:,})"
 
     def _tensors(self) -> list[Tensor]:
-        return [t for block in self._blocks for kept in block.kept for t in kept.tensors()]
+        return [t for block in self._blocks for own in block.sums if own is not None for t in own.tensors()]
 
     def _tree(self, leaves: Sequence[Any]) -> P:
         tree: Any = optree.tree_unflatten(self._spec, list(leaves))
@@ -193,8 +194,8 @@ class FactoredGrads(Generic[P]):
         totals = [meta.new() for meta in self._metas]
         for block in self._blocks:
             n = self._n if block.index is None else len(block.index)
-            for total, kept, m in zip(totals, block.kept, mean, strict=True):
-                total += kept.spread(m, n)
+            for total, own, m in zip(totals, block.sums, mean, strict=True):
+                total += n * m.square() if own is None else own.squared_deviations(m)
         return totals
 
     # ---- more than that -----------------------------------------------------------------------------------
@@ -213,7 +214,9 @@ class FactoredGrads(Generic[P]):
         def against(block: Block) -> Tensor:
             return other._gathered(
                 (other._n, self._n if block.index is None else len(block.index)),
-                lambda b: added([a.dots(k) for a, k in zip(b.kept, block.kept, strict=True)]),
+                lambda b: added(
+                    [x.dots(y) for x, y in zip(b.sums, block.sums, strict=True) if x is not None and y is not None]
+                ),
             ).mT
 
         return self._gathered((self._n, other._n), against)
@@ -225,11 +228,13 @@ class FactoredGrads(Generic[P]):
             like = torch.empty(0, dtype=dtype, device=device)
             out = _alloc.empty((self._n, *shape), like)
             for block in self._blocks:
+                own = block.sums[i]
                 if block.index is None:
-                    block.kept[i].dense(out)
+                    _ = out.zero_() if own is None else own.dense(out)
+                elif own is None:
+                    out.index_fill_(0, block.index, 0)
                 else:
-                    rows = block.kept[i].dense(_alloc.empty((len(block.index), *shape), like))
-                    out.index_copy_(0, block.index, rows)
+                    out.index_copy_(0, block.index, own.dense(_alloc.empty((len(block.index), *shape), like)))
             leaves.append(out)
         return self._tree(leaves)
 
@@ -248,8 +253,8 @@ class FactoredGrads(Generic[P]):
             here = local[chosen]
             where = (here >= 0).nonzero()[:, 0]
             if len(where):
-                kept = tuple(k.select(here[where]) for k in block.kept)
-                blocks.append(Block(None if len(where) == len(chosen) else where, kept))
+                sums = tuple(None if own is None else own.select(here[where]) for own in block.sums)
+                blocks.append(Block(None if len(where) == len(chosen) else where, sums))
         aux = optree.tree_map(lambda t: t[chosen], self.aux)
         return FactoredGrads(tuple(blocks), self._metas, self._spec, len(chosen), self.values[chosen], aux)
 
@@ -294,7 +299,7 @@ class FactoredGrads(Generic[P]):
             "params": _saved.plain_spec(self._spec),
             # a tensor says dtype and device, and goes where torch.load's map_location sends it
             "metas": tuple((tuple(m.shape), torch.empty(0, dtype=m.dtype, device=m.device)) for m in self._metas),
-            "blocks": tuple((b.index, b.small, tuple(_saved.plain(k.terms) for k in b.kept)) for b in blocks),
+            "blocks": tuple((b.index, b.small, tuple(map(_saved.plain, b.sums))) for b in blocks),
             "values": self.values,
             "aux": self.aux,
         }
@@ -304,9 +309,8 @@ class FactoredGrads(Generic[P]):
             raise _saved.unreadable(f"its format is {state.get('format')}, not {_saved.FORMAT}")
         metas = tuple(Meta(torch.Size(shape), like.dtype, like.device) for shape, like in state["metas"])
         blocks = []
-        for index, small, kept in state["blocks"]:
-            own = [Kept(_saved.rebuilt(terms), meta.shape) for terms, meta in zip(kept, metas, strict=True)]
-            blocks.append(Block(index, tuple(own), small))
+        for index, small, sums in state["blocks"]:
+            blocks.append(Block(index, tuple(map(_saved.rebuilt, sums)), small))
         spec = _saved.rebuilt_spec(state["params"])
         found = FactoredGrads(tuple(blocks), metas, spec, state["samples"], state["values"], state["aux"])
         vars(self).update(vars(found))
@@ -409,7 +413,7 @@ def blocks_joined(parts: Sequence[tuple[Sequence[Block], int]], device: torch.de
     blocks, start = [], 0
     for own, n in parts:
         places = torch.arange(start, start + n, device=device)
-        blocks += [Block(places if b.index is None else places[b.index], b.kept, b.small) for b in own]
+        blocks += [Block(places if b.index is None else places[b.index], b.sums, b.small) for b in own]
         start += n
     return tuple(blocks)
 
@@ -451,12 +455,13 @@ def gathered(
 
 
 def norms_of_param(i: int, block: Block) -> Tensor | None:
-    return block.kept[i].norms()
+    own = block.sums[i]
+    return None if own is None else own.norms()
 
 
 def norms_of_block(block: Block) -> Tensor | None:
-    many = NormsOfMany()
-    return norm_of_all([kept.norms(many) for kept in block.kept])
+    memo = NormMemo()
+    return norm_of_all([None if own is None else own.norms_with(memo) for own in block.sums])
 
 
 def add_sums(
@@ -467,15 +472,15 @@ def add_sums(
     Where nobody else holds the block, memory falls with each sum: first those that free more than they take, then the
     others by what they free. For the MLP of the benchmarks a peak of 9.6 MB in place of 14.7.
     """
-    index, order = block.index, list(range(len(block.kept)))
+    index, order = block.index, list(range(len(block.sums)))
     if not block.small:
-        order.sort(key=[_freed(k) for k in block.kept].__getitem__)
-    kept: list[Kept | None] = list(block.kept)
+        order.sort(key=[_freed(own) for own in block.sums].__getitem__)
+    sums: list[Sum | None] = list(block.sums)
     del block
     given = w = there = None
     for i in order:
-        own, kept[i] = kept[i], None
-        if own is None or not own.terms:  # zeros
+        own, sums[i] = sums[i], None
+        if own is None:  # zeros
             continue
         if weights is not None and weights[i] is not given:  # most parameters share their weights
             given = weights[i]
@@ -484,12 +489,15 @@ def add_sums(
             own = own.select(there) if len(there) else None
         if own is not None:
             total = totals[i]
-            totals[i] = own.weighted_sum(w) if total is None else own.add_weighted(total, w)
+            if total is None:
+                totals[i] = own.weighted_sum(w)
+            else:
+                own.add_weighted(total, w)
 
 
-def _freed(kept: Kept) -> tuple[bool, int]:
-    held = sum([t.nbytes for t in kept.tensors()])
-    return held < 4 * prod(kept.shape), -held
+def _freed(own: Sum | None) -> tuple[bool, int]:
+    held = 0 if own is None else sum([t.nbytes for t in own.tensors()])
+    return own is not None and held < 4 * prod(own.whole), -held
 
 
 def _counting(w: Tensor, index: Tensor | None, counted: bool) -> tuple[Tensor, Tensor | None]:
@@ -643,8 +651,8 @@ class _Layout:
         return hash(self._key())
 
     def _key(self) -> Any:
-        kept = tuple(tuple(k.layout() for k in block.kept) for block in self.blocks)
-        return kept, tuple(block.index is None for block in self.blocks), self.metas, self.spec, self.n
+        sums = tuple(tuple(None if own is None else own.layout() for own in block.sums) for block in self.blocks)
+        return sums, tuple(block.index is None for block in self.blocks), self.metas, self.spec, self.n
 
 
 def _flatten(fg: FactoredGrads) -> tuple[tuple[Any, ...], _Layout]:

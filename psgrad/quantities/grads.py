@@ -10,7 +10,7 @@ from torch import Tensor
 from ..annotations import P, Randomness
 from ..engine import ladder as _engine
 from ..engine import problem as _problem
-from ..engine.collectors import DenseSink
+from ..engine.collectors import DenseCollector
 from ..engine.problem import Problem, paths
 from ..errors import ArgumentError, ArgumentTypeError
 from ..factors import huge_pages as _alloc
@@ -237,7 +237,7 @@ def _written(
     places: list[Tensor | None] = []
     whole = buffers or []
 
-    def take(part: "_engine.Part[DenseSink]") -> None:
+    def take(part: "_engine.Part[DenseCollector]") -> None:
         nonlocal whole
         rows = part.sink.result()
         outcomes.append(part.outcome)
@@ -249,7 +249,7 @@ def _written(
         for target, found in zip(whole, rows, strict=True):
             target.index_copy_(0, part.index.to(target.device), found)
 
-    run(problem, lambda p: DenseSink(p.params, p.n, buffers if p is problem else None), take)
+    run(problem, lambda p: DenseCollector(p.params, p.n, buffers if p is problem else None), take)
     return whole, _engine.join(outcomes, places)
 
 

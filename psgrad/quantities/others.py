@@ -15,7 +15,7 @@ from ..engine import ladder as _engine
 from ..engine import problem as _problem
 from ..engine.problem import Problem, generators, rewind
 from ..errors import ArgumentError, ArgumentTypeError, FallbackWarning, place_of
-from ..factors.leaves import flat
+from ..factors.numerics import flat
 from ..streaming import chunks as _chunk
 from ..streaming.budget import Run, Work
 from ..torch_ import levels

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentTypeError, PsgradError, RuleError, Spot, is_out_of_memory, name_of, spot
-from ..factors.leaves import Factor
+from ..factors.base import Factor
 from ..torch_ import operators, tracing
 from ..torch_.autograd import FunctionCall
 from .params import Param

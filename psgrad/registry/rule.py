@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..factors.leaves import Factor
+from ..factors.base import Factor
 from .params import Param as Param
 
 

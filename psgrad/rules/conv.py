@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..factors.base import Factor
 from ..factors.costs import ConvGeometry
-from ..factors.leaves import Dense, Factor
+from ..factors.dense import Dense
 from ..factors.patches import Patches
 from ..registry.rule import Call, Decline, Needs, Rule
 

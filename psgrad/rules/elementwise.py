@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..factors.leaves import Dense, Factor, Product
+from ..factors.base import Factor
+from ..factors.dense import Dense, Product
 from ..registry.rule import Call, Decline, Needs, Param, Rule
 from ..torch_ import kernels
 

@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import UnsupportedOpError, place
-from ..factors.leaves import Factor, Rows, as_rows
+from ..factors.base import Factor
+from ..factors.numerics import as_rows
+from ..factors.rows import Rows
 from ..registry.rule import Call, Decline, Needs, Param, Rule
 from ..torch_ import tracing
 

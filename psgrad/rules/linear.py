@@ -12,7 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..factors.leaves import Dense, Factor, Outer, as_rows, merged
+from ..factors.base import Factor
+from ..factors.dense import Dense
+from ..factors.numerics import as_rows, folded
+from ..factors.outer import Outer
 from ..registry.rule import Call, Decline, Needs, Param, Rule
 
 
@@ -39,7 +42,7 @@ def bind_linear(input: Any, weight: Any, bias: Any = None) -> Call | Decline:
     if weight.dim() != 2 or (bias is not None and bias.dim() != 1):
         return Decline("the weight is not a matrix, or the bias not a vector")
     if input.dim() == 2 and input.shape[0] == 1:  # as models see one sample: factors without the axis
-        return Call(input, (weight, bias), None, merged, _parted)
+        return Call(input, (weight, bias), None, folded, _parted)
     return Call(input, (weight, bias))
 
 

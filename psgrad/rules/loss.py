@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..factors.leaves import merged
+from ..factors.numerics import folded
 from ..registry.rule import Decline, Fold
 from ..torch_ import kernels, levels, tracing
 
@@ -56,7 +56,7 @@ def bind_cross_entropy_loss(
 def cross_entropy(options: Options, x: Tensor, target: Tensor) -> Tensor:
     """The losses (N,) of x (N, B, C, ...) and target (N, B, ...)."""
     weight, reduction, ignored, smoothing = options
-    each = kernels.cross_entropy(merged(x), merged(target), weight, 0, ignored, smoothing)
+    each = kernels.cross_entropy(folded(x), folded(target), weight, 0, ignored, smoothing)
     n = x.shape[0]
     size = target.numel() // n
     if size != 1:

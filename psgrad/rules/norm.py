@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import UnsupportedOpError, place
-from ..factors.leaves import Dense, Factor, Product
+from ..factors.base import Factor
+from ..factors.dense import Dense, Product
 from ..registry.rule import Call, Decline, Needs, Param, Rule
 from ..torch_ import kernels
 from ..torch_.levels import current_level

@@ -17,7 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ..factors.leaves import Dense, Factor, Outer
+from ..factors.base import Factor
+from ..factors.dense import Dense
+from ..factors.outer import Outer
 from ..registry.rule import Call, Needs, Param, Rule
 from ..torch_ import levels
 

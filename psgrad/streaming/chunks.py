@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ..engine import ladder as _engine
-from ..engine.collectors import Again, FactorSink, NormSink, SumSink
+from ..engine.collectors import FactorCollector, NormCollector, NormTakenTooEarly, SumCollector
 from ..engine.problem import Problem, rewind
 from ..errors import ArgumentError
 from ..factors import costs as _plan
-from ..factors.leaves import cast, wide, widest
+from ..factors.numerics import cast, wide, widest
 from ..quantities.factored import Block, FactoredGrads, Meta, gathered, norm_of_all, norms_of_block, norms_of_param
 from ..torch_ import levels
 from .budget import Run, Work
@@ -30,12 +30,12 @@ def kept(problem: Problem, run: Run = _engine.run) -> tuple[list[Block], _engine
     blocks: list[Block] = []
     outcomes: list[_engine.Outcome] = []
 
-    def take(part: "_engine.Part[FactorSink]") -> None:
+    def take(part: "_engine.Part[FactorCollector]") -> None:
         index = None if part.index is None else part.index.to(problem.params[0].device)
         blocks.append(Block(index, tuple(part.sink.result()), part.sink.held <= _plan.SMALL_HELD))
         outcomes.append(part.outcome)
 
-    run(problem, lambda p: FactorSink(p.params, p.n), take)
+    run(problem, lambda p: FactorCollector(p.params, p.n), take)
     return blocks, _engine.join(outcomes, [block.index for block in blocks])
 
 
@@ -72,21 +72,21 @@ def norms(
     `draws`: the generators' states, for those who want the same numbers drawn again later.
     """
     try:
-        return _norms_by(NormSink, problem, run, per_param)
-    except Again:
+        return _norms_by(NormCollector, problem, run, per_param)
+    except NormTakenTooEarly:
         rewind(draws or {})
-        return _norms_by(partial(NormSink, hasty=False), problem, run, per_param)
+        return _norms_by(partial(NormCollector, reduces_early=False), problem, run, per_param)
 
 
 def _norms_by(
-    sink: Callable[[Sequence[Tensor], int], NormSink], problem: Problem, run: Run, per_param: bool
+    sink: Callable[[Sequence[Tensor], int], NormCollector], problem: Problem, run: Run, per_param: bool
 ) -> tuple[list[Tensor], _engine.Outcome]:
     found: list[list[Tensor]] = []
     places: list[Tensor | None] = []
     outcomes: list[_engine.Outcome] = []
     dtype, device = dtype_of(problem), problem.params[0].device
 
-    def take(part: "_engine.Part[NormSink]") -> None:
+    def take(part: "_engine.Part[NormCollector]") -> None:
         rows = part.sink.norms()
         if not per_param:
             rows = [norm_of_all(rows)]
@@ -118,12 +118,12 @@ def sums(problem: Problem, run: Run = _engine.run) -> tuple[list[Tensor | None],
     outcomes: list[_engine.Outcome] = []
     places: list[Tensor | None] = []
 
-    def take(part: "_engine.Part[SumSink]") -> None:
+    def take(part: "_engine.Part[SumCollector]") -> None:
         accumulate(totals, part.sink.result())
         outcomes.append(part.outcome)
         places.append(part.index)
 
-    run(problem, lambda p: SumSink(p.params, p.seed), take)
+    run(problem, lambda p: SumCollector(p.params, p.n, p.seed), take)
     return totals, _engine.join(outcomes, places)
 
 
