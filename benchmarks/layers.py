@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from psgrad.registry.params import Param, Source
-from psgrad.registry.rule import Fold, Needs
+from psgrad.registry.rule import BatchFold, Needs
 
 from .__main__ import among, positive
 from .layer_shapes import FAMILIES, Case
@@ -165,7 +165,7 @@ class _Apply(torch.autograd.Function):
 def ruled(case: Case, buffers: list[Tensor]) -> Sides:
     """psgrad's rule."""
     x, anchor, rule = _input(case), torch.zeros((), requires_grad=True), case.rule
-    if isinstance(rule, Fold):
+    if isinstance(rule, BatchFold):
         tensors, options = case.bind(x[0])
         absent = [None for t in tensors if t is None]
         return Sides(

@@ -1,6 +1,7 @@
 """Per-sample gradients for any PyTorch function, exactly, at about the price of one backward pass."""
 
 from . import extend, ops, rules, testing
+from .composable import use_rules
 from .errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -12,19 +13,12 @@ from .errors import (
     VerificationError,
 )
 from .module import from_module
-from .ops import use_rules
-from .quantities.factored import FactoredGrads, concat
+from .quantities.factored import FactoredGrads, concat, factored_grads
 from .quantities.grads import per_sample_grads
-from .quantities.others import (
-    ClippedGrad,
-    GradStats,
-    clipped_grad,
-    factored_grads,
-    grad_stats,
-    gram,
-    per_sample_norms,
-    weighted_grad,
-)
+from .quantities.gram import gram
+from .quantities.norms import per_sample_norms
+from .quantities.stats import GradStats, grad_stats
+from .quantities.sums import ClippedGrad, clipped_grad, weighted_grad
 from .report import Report, explain
 from .verification import Comparison, Verification, verify
 

@@ -6,13 +6,19 @@ backward, forward mode, vmap over a weight that differs between samples) is torc
 torch's own op, so it is right for any nesting of transforms.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from .registry.rule import Call, Needs, Rule
+from .engine.batched import Outcome
+from .engine.problem import Problem
+from .registry.rule import RULES, Call, Composite, Decline, Needs, Rule
+from .torch_ import levels
 from .torch_.storage import is_view
 
 
@@ -206,3 +212,66 @@ def composable(rule: Rule, call: Call) -> Tensor:
     spec = _Spec(rule, call.options, False, Needs(True, tuple(p is not None for p in call.params)))
     y: Tensor = _Op.apply(spec, lifted(call.before, call.x), *call.params)[0]
     return lifted(call.after, y)
+
+
+# ---- rules in place of torch's own functions -------------------------------------------------------------
+
+COMPOSABLE: dict[Callable[..., Any], Rule] = {}  # the functions that `use_rules` replaces; `ops.py` fills it
+
+
+def run_composable(rule: Rule, func: Callable[..., Any], args: Any, kwargs: Any) -> Tensor:
+    """`func` through its rule's composable Functions; as torch has it where the rule declines."""
+    call = rule.bind(*args, **kwargs)
+    if isinstance(call, Decline) or not isinstance(call.x, Tensor) or call.is_complex:
+        result: Tensor = func(*args, **kwargs)
+        return result
+    return composable(rule, call)
+
+
+class _UseRules(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, rule = kwargs or {}, RULES.get(func)
+        if isinstance(rule, Composite) and levels.current_level() is not None:  # torch's own serves without a transform
+            with self:
+                return rule.run(*args, **kwargs)
+        rule = COMPOSABLE.get(func)
+        return func(*args, **kwargs) if rule is None else run_composable(rule, func, args, kwargs)
+
+
+@contextmanager
+def use_rules() -> Iterator[None]:
+    """Inside, `vmap(grad(f))`, `jacrev`, `hessian` ... of your own use psgrad's rules for stock modules.
+
+    A batch or instance norm in training normalises as ever, but leaves its running statistics alone.
+
+    >>> import torch, psgrad
+    >>> from torch.func import functional_call, grad, vmap
+    >>> model, x = torch.nn.Conv1d(1, 2, 3), torch.randn(4, 1, 8)
+    >>> loss = lambda p, x: functional_call(model, p, (x,)).square().sum()
+    >>> with psgrad.use_rules():
+    ...     grads = vmap(grad(loss), in_dims=(None, 0))(dict(model.named_parameters()), x)
+    >>> grads["weight"].shape
+    torch.Size([4, 2, 1, 3])
+    """
+    with _UseRules():
+        yield
+
+
+def composed(problem: Problem, step: int) -> tuple[list[Tensor], Outcome]:
+    """Inside somebody else's transform: `vmap(grad(fn))` with the rules as composable Functions."""
+    spec: list[optree.PyTreeSpec | None] = [None]
+    batch = [t for t, b in zip(problem.batch, problem.batched, strict=True) if b]
+
+    def loss(params: list[Tensor], rows: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        each = iter(rows)
+        sample = [next(each) if b else t for t, b in zip(problem.batch, problem.batched, strict=True)]
+        out = problem.call(params, sample)
+        spec[0] = out.aux_spec
+        return out.loss, out.aux
+
+    per_sample = torch.func.grad_and_value(loss, has_aux=True)
+    with use_rules():
+        grads, (values, aux) = torch.vmap(
+            per_sample, in_dims=(None, 0), randomness=problem.randomness, chunk_size=step or None
+        )(problem.params, batch)
+    return grads, Outcome(values, aux, spec[0])

@@ -15,7 +15,8 @@ _OURS = (os.path.dirname(os.path.abspath(__file__)) + os.sep, os.path.dirname(os
 
 _STOCK = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "nn", "modules", "")
 
-_RUNNERS = tuple(os.path.join(os.path.dirname(__file__), "engine", f"{name}.py") for name in ("problem", "ladder"))
+_ENGINE = os.path.join(os.path.dirname(__file__), "engine")
+_RUNNERS = tuple(os.path.join(_ENGINE, f"{name}.py") for name in ("problem", "batched", "ladder"))  # of `fn`
 _MODULE = os.path.join(os.path.dirname(__file__), "module.py")
 _UNFILED = {"<stdin>": "standard input", "<string>": "code in a string"}
 _OLD_CELL = re.compile(r"<ipython-input-(\d+)-")
@@ -28,8 +29,6 @@ class PsgradError(Exception):
 
 class ArgumentError(PsgradError, ValueError):
     """An argument has a value that psgrad cannot work with."""
-
-    least = 0  # bytes: what a `max_bytes` that is too little has to be
 
 
 class ArgumentTypeError(PsgradError, TypeError):
@@ -197,3 +196,9 @@ def place_of(error: BaseException) -> str:
 def is_out_of_memory(error: Exception) -> bool:
     """Whether `error` says that there is no memory, which no other way of doing the same mends."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+
+
+def reason_of(error: BaseException) -> str:
+    """What an error says, in a line."""
+    said = str(error).strip()
+    return said.splitlines()[0] if said else type(error).__name__

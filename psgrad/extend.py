@@ -60,7 +60,8 @@ from .factors.outer import Outer
 from .factors.patches import Patches
 from .factors.rows import Rows
 from .registry.plugin import register, unregister
-from .registry.rule import Call, Composite, Decline, Fold, Needs, Param, Rule
+from .registry.rule import BatchFold as Fold
+from .registry.rule import Call, Composite, Decline, Needs, Param, Rule
 
 __all__ = [
     "Call",

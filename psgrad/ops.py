@@ -12,22 +12,20 @@ tensor([[3., 4., 5.],
 """
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.nn.functional as F
-from torch import Tensor
-from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
+from torch.overrides import handle_torch_function, has_torch_function
 
-from .composable import composable
-from .registry.rule import RULES, Composite, Decline, Rule
+from .composable import COMPOSABLE, run_composable
+from .composable import use_rules as use_rules
+from .registry.rule import RULES, Rule
 from .rules import conv as _conv
 from .rules import embedding as _embedding
 from .rules import linear as _linear
 from .rules import norm as _norm
 from .rules import recurrence as _recurrence
-from .torch_ import levels
 
 __all__ = [
     "batch_norm",
@@ -49,29 +47,17 @@ __all__ = [
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def _run(rule: Rule, func: Callable[..., Any], args: Any, kwargs: Any) -> Tensor:
-    """`func` through its rule's composable Functions; as torch has it where the rule declines."""
-    call = rule.bind(*args, **kwargs)
-    if isinstance(call, Decline) or not isinstance(call.x, Tensor) or call.is_complex:
-        result: Tensor = func(*args, **kwargs)
-        return result
-    return composable(rule, call)
-
-
-_RULED: dict[Callable[..., Any], Rule] = {}
-
-
 def _op(rule: Rule, func: _Function) -> _Function:
     @functools.wraps(func)
     def op(*args: Any, **kwargs: Any) -> Any:
         if has_torch_function((*args, *kwargs.values())):
             return handle_torch_function(op, (*args, *kwargs.values()), *args, **kwargs)
-        return _run(rule, func, args, kwargs)
+        return run_composable(rule, func, args, kwargs)
 
     op.__module__ = __name__
     op.__doc__ = f"torch.nn.functional.{func.__name__}, with fast per-sample gradients under vmap(grad(...))."
     RULES[op] = rule
-    _RULED[func] = _RULED[op] = rule
+    COMPOSABLE[func] = COMPOSABLE[op] = rule
     return op  # type: ignore[return-value]
 
 
@@ -89,33 +75,4 @@ rms_norm = _op(_norm.RMS, F.rms_norm)
 instance_norm = _op(_norm.INSTANCE, F.instance_norm)
 batch_norm = _op(_norm.BATCH, F.batch_norm)
 embedding = _op(_embedding.EMBEDDING, F.embedding)
-_RULED |= {rule.functions[0]: rule for rule in _recurrence.RULES}
-
-
-class _UseRules(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, rule = kwargs or {}, RULES.get(func)
-        if isinstance(rule, Composite) and levels.current_level() is not None:  # torch's own serves without a transform
-            with self:
-                return rule.run(*args, **kwargs)
-        rule = _RULED.get(func)
-        return func(*args, **kwargs) if rule is None else _run(rule, func, args, kwargs)
-
-
-@contextmanager
-def use_rules() -> Iterator[None]:
-    """Inside, `vmap(grad(f))`, `jacrev`, `hessian` ... of your own use psgrad's rules for stock modules.
-
-    A batch or instance norm in training normalises as ever, but leaves its running statistics alone.
-
-    >>> import torch, psgrad
-    >>> from torch.func import functional_call, grad, vmap
-    >>> model, x = torch.nn.Conv1d(1, 2, 3), torch.randn(4, 1, 8)
-    >>> loss = lambda p, x: functional_call(model, p, (x,)).square().sum()
-    >>> with psgrad.use_rules():
-    ...     grads = vmap(grad(loss), in_dims=(None, 0))(dict(model.named_parameters()), x)
-    >>> grads["weight"].shape
-    torch.Size([4, 2, 1, 3])
-    """
-    with _UseRules():
-        yield
+COMPOSABLE.update({rule.functions[0]: rule for rule in _recurrence.RULES})

@@ -8,7 +8,6 @@ import pickle
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import optree
@@ -86,7 +85,7 @@ def target_of(problem: Problem, params: Any) -> Target:
             leaves = [own[name] for name in names]
             return Target(
                 "the module itself",
-                replace(problem, fn=_module_alone(model, loss)),
+                problem._replace(fn=_module_alone(model, loss)),
                 lambda: leaves,
                 _holding(model, lock, list(zip(leaves, problem.params, strict=True))),
                 lambda: _state_kept(model),

@@ -9,18 +9,19 @@ import torch
 from torch import Tensor
 
 from .annotations import Randomness
-from .engine import ladder as _engine
-from .engine import problem as _problem
-from .engine.mode import Diverged
-from .engine.op_loop import Unlooped
+from .engine.batched import run_together
+from .engine.collectors import Collector
+from .engine.ladder import differentiating, generators_kept
 from .engine.problem import Problem
-from .engine.rule_call import Use
-from .errors import PsgradError, place_of
+from .engine.rule_call import UseRecord
+from .engine.signals import Diverged, NeedsLoop, Signal
+from .engine.validate import validated
+from .errors import PsgradError, place_of, reason_of
 from .factors.base import Factor
 from .factors.costs import Plan
-from .quantities.grads import grads_work
+from .quantities.grads import Grads
 from .registry.params import Param, Source
-from .streaming import budget as _memory
+from .streaming import budget
 from .torch_.compiler import uncompiled
 from .torch_.tracing import NO_VALUES
 
@@ -112,16 +113,15 @@ def _short(number: int, unit: str = "") -> str:
     raise AssertionError("unreachable; please report this")
 
 
-class _Listing:
-    """A sink that keeps what factors say of themselves, and never materialises one."""
+class _Listing(Collector):
+    """Keeps what factors say of themselves, and never materialises one."""
 
-    hasty = False
-
-    def __init__(self) -> None:
-        self.found: list[tuple[Use | None, Source, str, Plan]] = []  # no factor: it would keep the graph alive
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.params, problem.n)
+        self.found: list[tuple[object, Source, str, Plan]] = []  # no factor: it would keep the graph alive
         self.pulled: set[int] = set()  # parameters that have a gradient
 
-    def add(self, param: Param, factor: Factor, use: Use | None) -> None:
+    def add(self, param: Param, factor: Factor, use: object = None) -> None:
         self.found.append((use, param.source, type(factor).__name__, factor.plan))
         self.pulled.add(param.source.index)
 
@@ -138,12 +138,12 @@ class _Listing:
         self.pulled |= {source.index for source, grad in zip(roots, reached, strict=True) if grad is not None}
 
 
-def _listed(problem: Problem) -> tuple[list[Use], _Listing, tuple[str, ...]]:
+def _listed(problem: Problem) -> tuple[list[UseRecord], _Listing, tuple[str, ...]]:
     """Every use of a parameter, what came of it, and the ops that ran in a loop over samples."""
-    log: list[Use] = []
-    sink = _Listing()
-    looped = _engine.vmapped(problem, sink, log).looped
-    return log, sink, looped
+    log: list[UseRecord] = []
+    listing = _Listing(problem)
+    looped = run_together(problem, listing, log).looped
+    return log, listing, looped
 
 
 @uncompiled
@@ -178,26 +178,26 @@ def explain(
     Returns:
         A `Report`: print it, display it in a notebook, or read its `rows`.
     """
-    problem = _problem.make(
-        fn, params, batch, in_dims=in_dims, randomness=randomness, has_aux=has_aux, frugal=max_bytes is not None
+    problem = validated(
+        fn, params, batch, in_dims=in_dims, randomness=randomness, has_aux=has_aux, save_memory=max_bytes is not None
     )
-    bound = _memory.bytes_of(max_bytes, problem.params)
+    bound = budget.bytes_of(max_bytes, problem.params)
     note, scale, size = "", 1, sum(p.numel() for p in problem.params)
     if problem.n == 0:
         return Report((), (), 0, size, 0, 0, None, "no samples: nothing runs")
     try:
-        with _memory.fake(problem) as shapes:
+        with budget.fake(problem) as shapes:
             rows, used, looped = _rows(*_listed(shapes.copied()))
     except PsgradError:
         raise
-    except (Exception, Diverged, Unlooped) as refusal:
+    except (Exception, Signal) as refusal:
         note, scale = f"{_why_run(refusal)} found out by running the first sample", problem.n
         try:
-            with _engine.differentiating(), _engine.generators_kept(problem):
+            with differentiating(), generators_kept(problem):
                 rows, used, looped = _rows(*_listed(problem.rows(slice(0, 1)).copied()))
         except PsgradError:
             raise
-        except (Exception, Unlooped) as error:
+        except (Exception, NeedsLoop) as error:
             rows, used, looped = [], None, ()
             note = f"vmap refuses at {place_of(error)}: every sample runs on its own, in a loop"
     rows = [row._replace(flops=row.flops * scale, bytes=row.bytes * scale) for row in rows]
@@ -207,11 +207,18 @@ def explain(
         problem.n,
         size,
         problem.n * sum(p.numel() * p.element_size() for p in problem.params),
-        _memory.peak_bytes(problem, problem.n, grads_work(problem)),
-        None if bound is None else _memory.chunk_size(problem, bound, grads_work),
+        budget.peak_bytes(problem, problem.n, problem.n, Grads()),
+        None if bound is None else _chunk_size(problem, bound),
         note,
         looped,
     )
+
+
+def _chunk_size(problem: Problem, bound: int) -> int:
+    found = budget.chunk_size(problem, bound, Grads())
+    if isinstance(found, budget.TooLittle):
+        raise found.error()
+    return found
 
 
 def _why_run(error: BaseException) -> str:
@@ -221,16 +228,16 @@ def _why_run(error: BaseException) -> str:
         if isinstance(cause, (Diverged, *NO_VALUES)):
             return "fn looks at values:"
         cause = cause.__cause__ or cause.__context__
-    why = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
+    why = reason_of(error).rstrip(".")
     return f"shapes alone were not enough at {place_of(error)}: {why};"
 
 
 def _rows(
-    log: list[Use], sink: _Listing, looped: tuple[str, ...]
+    log: list[UseRecord], listing: _Listing, looped: tuple[str, ...]
 ) -> tuple[list[Row], set[int] | None, tuple[str, ...]]:
     """A row for each parameter of each use, in the order of the forward; which parameters are used; ops in a loop."""
     rows = []
-    used = {param.source.index for use in log for param in use.params} | sink.pulled
+    used = {param.source.index for use in log for param in use.params} | listing.pulled
     for use in log:
         for param in use.params:
             n = len(param.source.leaf)
@@ -239,7 +246,7 @@ def _rows(
             if use.rule is None:
                 rows.append(Row(name, shape, use.op, use.place, f"vmap: {use.reason}", "Dense", "autograd", 0, size))
                 continue
-            found = next((f for f in sink.found if f[0] is use and f[1] is param.source), None)
+            found = next((f for f in listing.found if f[0] is use and f[1] is param.source), None)
             how = f"rule {use.rule}"
             if found is None:
                 rows.append(Row(name, shape, use.op, use.place, how, "none", "the loss does not depend on it", 0, 0))

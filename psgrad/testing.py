@@ -7,13 +7,13 @@ from typing import Any
 import optree
 import torch
 
-from .engine import ladder as _engine
-from .engine import problem as _problem
+from .engine.batched import run_together
 from .engine.collectors import DenseCollector
-from .engine.mode import Diverged
-from .engine.op_loop import Unlooped
-from .engine.problem import Problem
-from .engine.rule_call import Use
+from .engine.ladder import differentiating
+from .engine.problem import Problem, paths
+from .engine.rule_call import UseRecord
+from .engine.signals import Diverged, NeedsLoop
+from .engine.validate import flat_params, validated
 from .quantities.grads import per_sample_grads
 from .torch_.compiler import uncompiled
 
@@ -29,15 +29,17 @@ def loop_grads(fn: Callable[..., Any], params: Any, batch: Any, *, in_dims: Any 
 
     Shares nothing with the engine but the layout of its arguments. Give it float64 to make it an oracle.
     """
-    problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness="different")
+    problem = validated(fn, params, batch, in_dims=in_dims, randomness="different")
     rows = []
-    with _engine.differentiating():
+    with differentiating():
         for i in range(problem.n):
             leaves = [p.detach().clone().requires_grad_() for p in problem.params]
             sample = optree.tree_unflatten(problem.batch_spec, problem.sample(i))
             loss = fn(optree.tree_unflatten(problem.params_spec, leaves), sample).sum()
             if loss.requires_grad:
-                rows.append(torch.autograd.grad(loss, leaves, materialize_grads=True))
+                grads = torch.autograd.grad(loss, leaves, materialize_grads=True)
+                inner = [p.grad for p in leaves]  # what a backward inside the backward has added
+                rows.append(tuple(g if own is None else g + own for g, own in zip(grads, inner, strict=True)))
             else:
                 rows.append(tuple(torch.zeros_like(p) for p in leaves))
     columns = [torch.stack(c) for c in zip(*rows, strict=True)] or [p.new_empty(0, *p.shape) for p in problem.params]
@@ -56,9 +58,9 @@ def rules_used(fn: Callable[..., Any], params: Any, batch: Any, *, in_dims: Any 
     >>> psgrad.testing.rules_used(fn, {"w": torch.ones(2, 3)}, torch.ones(4, 3))
     {"params['w']": ['linear', 'vmap']}
     """
-    problem = _problem.make(fn, params, batch, in_dims=in_dims, randomness="different")
-    log: list[Use] = []
-    with _engine.differentiating():
+    problem = validated(fn, params, batch, in_dims=in_dims, randomness="different")
+    log: list[UseRecord] = []
+    with differentiating():
         _logged(problem.copied(), log)
     used: dict[str, list[str]] = {}
     for use in log:
@@ -67,18 +69,18 @@ def rules_used(fn: Callable[..., Any], params: Any, batch: Any, *, in_dims: Any 
     return used
 
 
-def _logged(problem: Problem, log: list[Use]) -> None:
+def _logged(problem: Problem, log: list[UseRecord]) -> None:
     """Run, and log every use; where samples part ways, in each part."""
     before = len(log)
     try:
-        _engine.vmapped(problem, DenseCollector(problem.params, problem.n), log)
+        run_together(problem, DenseCollector(problem.params, problem.n), log)
     except Diverged as diverged:
         del log[before:]
         for index in diverged.groups:
             _logged(problem.rows(index), log)
-    except Unlooped as unlooped:
-        error = RuntimeError(f"samples run one by one: {unlooped.why}")
-        raise error.with_traceback(unlooped.__traceback__) from None  # which says where
+    except NeedsLoop as needed:
+        error = RuntimeError(f"samples run one by one: {needed.why}")
+        raise error.with_traceback(needed.__traceback__) from None  # which says where
 
 
 @uncompiled
@@ -102,7 +104,7 @@ def check(
     """
     ours = optree.tree_leaves(per_sample_grads(fn, params, batch, in_dims=in_dims))
     want = optree.tree_leaves(loop_grads(fn, params, batch, in_dims=in_dims))
-    names = _problem.paths(_problem.flat_params(params)[1], "params")
+    names = paths(flat_params(params)[1], "params")
     for name, a, b in zip(names, ours, want, strict=True):
         torch.testing.assert_close(a, b, rtol=rtol, atol=atol, msg=partial(_named, name))
     if rules is not None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import optree
@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 
 from .annotations import Randomness
-from .engine import ladder as _engine
-from .engine import problem as _problem
+from .engine.ladder import differentiating
 from .engine.problem import Problem
-from .engine.rule_call import Use
+from .engine.rule_call import UseRecord
+from .engine.validate import check_positive, validated
 from .errors import ArgumentError, PsgradError, VerificationError, place_of
 from .plain_loop import Draws, Looped, loop, nudged, target_of
 from .quantities.grads import per_sample_grads
-from .quantities.others import clipped_grad, per_sample_norms
-from .streaming.chunks import refuse_inside_transforms
+from .quantities.norms import per_sample_norms
+from .quantities.sums import clipped_grad
+from .streaming.stream import refuse_inside_transforms
 from .testing import _logged
 
 
@@ -137,14 +138,14 @@ def verify(
         ArgumentError: the batch has no samples; and as `per_sample_grads`.
     """
     refuse_inside_transforms("verify")
-    _problem.check_positive("samples", samples)
-    whole = _problem.make(fn, params, batch, in_dims=in_dims, randomness=randomness, has_aux=has_aux)
+    check_positive("samples", samples)
+    whole = validated(fn, params, batch, in_dims=in_dims, randomness=randomness, has_aux=has_aux)
     if whole.n == 0:
         raise ArgumentError("the batch has no samples, so there is nothing to verify\n  give at least one.")
     problem = whole.rows(slice(0, whole.n if samples is None else samples))
     draws = Draws(problem)
     try:
-        with _engine.differentiating():
+        with differentiating():
             return _verified(problem, whole.n, params, draws, rtol, atol)
     finally:
         draws.again()
@@ -201,7 +202,7 @@ def _verified(
     grads, losses, aux = run.grads()  # before anything else runs: what psgrad refuses might change the parameters
     drawing = _Drawing(draws.torch_drew, draws.others_drew)
     if drawing.torchs and problem.randomness == "different":
-        same = replace(problem, randomness="same", draws_from=draws.torchs)
+        same = problem._replace(randomness="same", draws_from=draws.torchs)
         run = run._replace(randomness="same", problem=same)
         grads, losses, aux = run.grads()
     target = target_of(run.problem, params)
@@ -211,7 +212,7 @@ def _verified(
     if atol is not None:
         wanted.slack = [[atol for _ in row] for row in wanted.slack]
     else:
-        near = replace(run.problem, params=nudged(problem.params, looped.precision))
+        near = run.problem._replace(params=nudged(problem.params, looped.precision))
         wanted.measure(loop(target_of(near, near.params_spec.unflatten(near.params)), draws))
     names = problem.names
     compared = [
@@ -448,15 +449,15 @@ class _Drawing(NamedTuple):
 def _draws_at(problem: Problem) -> str:
     """Where vmap meets the first draw, or "" where it does not."""
     try:
-        _logged(replace(problem, randomness="error").copied(), [])
+        _logged(problem._replace(randomness="error").copied(), [])
     except Exception as error:
         return f" at {place_of(error)}" if "randomness error mode" in str(error) else ""
     return ""
 
 
-def _uses(run: _Run) -> tuple[list[Use], str]:
+def _uses(run: _Run) -> tuple[list[UseRecord], str]:
     """Every use of a parameter, and in words how they are handled."""
-    log: list[Use] = []
+    log: list[UseRecord] = []
     run.draws.again()
     try:
         _logged(run.problem.copied(), log)
@@ -486,7 +487,7 @@ def _vmap_alone(run: _Run) -> Tensor:
 
 def _mismatch(
     compared: Sequence[Comparison],
-    uses: Sequence[Use],
+    uses: Sequence[UseRecord],
     how: str,
     target: str,
     grads: Sequence[Tensor],
@@ -514,7 +515,7 @@ def _mismatch(
     return error
 
 
-def _uses_of(param: str, uses: Sequence[Use]) -> list[str]:
+def _uses_of(param: str, uses: Sequence[UseRecord]) -> list[str]:
     """What uses the parameter, or where none is named, what has a rule: a line each, at most five."""
     found = dict.fromkeys(
         f"{p.source.name}: {use.op} at {use.place}, by {f'the rule {use.rule}' if use.rule else 'vmap'}"

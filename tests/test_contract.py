@@ -15,7 +15,7 @@ from torch.func import grad, vmap
 import psgrad
 from psgrad.factors import costs as _plan
 from psgrad.registry import rule as _registry
-from psgrad.registry.rule import RULES, Composite, Fold, Rule
+from psgrad.registry.rule import RULES, BatchFold, Composite, Rule
 
 from .cases import CASES, RECURRENT, Case, N, draw, loss
 
@@ -171,7 +171,7 @@ def test_the_stated_rules_ran_in_one_branch_or_another(case: Case) -> None:
     assert found == {path: set(names) for path, names in case.rules.items()}
 
 
-def counted(monkeypatch: pytest.MonkeyPatch, rule: Fold) -> list[str]:
+def counted(monkeypatch: pytest.MonkeyPatch, rule: BatchFold) -> list[str]:
     """Every run of `rule` from now on, by name."""
     runs: list[str] = []
 
@@ -187,7 +187,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, rule: Fold) -> list[str]:
 @pytest.mark.parametrize("case", [c for c in CASES if c.folds], ids=lambda case: case.id)
 def test_the_stated_folds_ran(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in case.folds:
-        folds = [rule for rule in RULES.values() if isinstance(rule, Fold) and rule.name == name]
+        folds = [rule for rule in RULES.values() if isinstance(rule, BatchFold) and rule.name == name]
         runs = [counted(monkeypatch, fold) for fold in folds]
         psgrad.per_sample_grads(*case.make())
         assert [run for of_fold in runs for run in of_fold] == [name]
@@ -200,7 +200,7 @@ REGISTERED = {rule.name: rule for rule in RULES.values() if not isinstance(rule,
 
 @pytest.mark.parametrize("name", REGISTERED)
 def test_every_rule_has_cases(name: str) -> None:
-    if isinstance(REGISTERED[name], Fold):
+    if isinstance(REGISTERED[name], BatchFold):
         assert any(name in case.folds for case in CASES)
     else:
         assert any(name in names for case in CASES for names in case.rules.values())

@@ -166,9 +166,9 @@ def test_many_bare_parameters_cost_one_walk():
     """A use without a rule looks at the graph; that must not be done once per parameter."""
     params = [torch.randn(3) for _ in range(150)]
     calls = []
-    walk = psgrad.engine.ladder._restrided
+    walk = psgrad.engine.batched._restrided
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(psgrad.engine.ladder, "_restrided", lambda losses: calls.append(1) or walk(losses))
+        patch.setattr(psgrad.engine.batched, "_restrided", lambda losses: calls.append(1) or walk(losses))
         psgrad.per_sample_grads(lambda p, x: sum(torch.maximum(w, x).sum() for w in p), params, torch.randn(4, 3))
     assert len(calls) == 1
 

@@ -402,8 +402,9 @@ def test_aux_of_two_passes(quantity: str, monkeypatch: pytest.MonkeyPatch) -> No
     """Which draw the same numbers: aux is of the samples whose gradients are summed."""
     real = _memory.peak_bytes
 
-    def peak(problem: Any, n: int, work: Any, parted: bool = False) -> int:
-        return 1 << 40 if work.name == "clipped" and quantity == "clipped" else n * 100 + 0 * real(problem, n, work)
+    def peak(problem: Any, n: int, samples: int, asked: Any, parted: bool = False) -> int:
+        small = n * 100 + 0 * real(problem, n, samples, asked)
+        return 1 << 40 if asked.name == "clipped" and quantity == "clipped" else small
 
     monkeypatch.setattr(_memory, "peak_bytes", peak)
 
@@ -514,10 +515,10 @@ def test_two_passes_where_one_needs_too_much(nonfinite: Any, monkeypatch: pytest
         batch[0][2] = torch.nan
     real = _memory.peak_bytes
 
-    def peak(problem: Any, n: int, work: Any, parted: bool = False) -> int:
-        if work.name == "clipped":
+    def peak(problem: Any, n: int, samples: int, quantity: Any, parted: bool = False) -> int:
+        if quantity.name == "clipped":
             return 1 << 40
-        return n * 100 + 0 * real(problem, n, work, parted)
+        return n * 100 + 0 * real(problem, n, samples, quantity, parted)
 
     monkeypatch.setattr(_memory, "peak_bytes", peak)
     torch.manual_seed(1)

@@ -313,7 +313,9 @@ def test_clipped_sums_of_functions(name: str, passes: str, monkeypatch: pytest.M
     options: dict[str, Any] = {"chunks": {"chunk_size": 2}, "two": {"max_bytes": 250}}.get(passes, {})
     if passes == "two":
         peaks = {"clipped": 1 << 40}
-        monkeypatch.setattr(_memory, "peak_bytes", lambda problem, n, work, parted=False: peaks.get(work.name, 100 * n))
+        monkeypatch.setattr(
+            _memory, "peak_bytes", lambda problem, n, m, quantity, parted=False: peaks.get(quantity.name, 100 * n)
+        )
     if passes == "factored":
         found = psgrad.factored_grads(fn, params, batch).clipped_sum(1.0)
     elif passes == "per parameter":

@@ -15,7 +15,7 @@ import torch
 
 import psgrad
 from psgrad.errors import name_of
-from psgrad.registry.rule import RULES, Composite, Fold, Rule
+from psgrad.registry.rule import RULES, BatchFold, Composite, Rule
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 OPERATORS = {"matmul": "@", "add": "+", "sub": "-", "mul": "*", "truediv": "/", "getitem": "table[index]"}
@@ -37,7 +37,7 @@ def spellings(functions: list[Callable[..., Any]]) -> str:
 def ops_table() -> str:
     """The registered rules as a markdown table, in the order of registration."""
     rules = {rule.name: rule for rule in RULES.values() if not isinstance(rule, Composite)}
-    by_rule: dict[Rule | Fold, list[Callable[..., Any]]] = {rule: [] for rule in rules.values()}
+    by_rule: dict[Rule | BatchFold, list[Callable[..., Any]]] = {rule: [] for rule in rules.values()}
     for function, entry in RULES.items():  # what is taken apart stands with the rule of its parts
         if entry.name in rules and not (getattr(function, "__module__", None) or "").startswith(psgrad.__name__):
             by_rule[rules[entry.name]].append(function)

@@ -8,7 +8,7 @@ live here.
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -19,11 +19,15 @@ from ..torch_.checkpoints import saved_tensor_hooks
 from ..torch_.modules import buffers_of, contents, parameters_of, reachable_modules
 from .control_flow import body_of
 from .held import HELD, OwnParameters
+from .signals import NeedsLoop
+
+if TYPE_CHECKING:
+    from .mode import Mode
 
 Around = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
-class _Again:
+class Recompute:
     """A checkpointed function's second run, in the surroundings of the first."""
 
     def __init__(self, recompute: Callable[..., None], roots: list[Any], around: Around) -> None:
@@ -43,13 +47,26 @@ class _Again:
             self.recompute(*args)
 
 
-def follow(around: Around) -> None:
-    """If a checkpointed function is running: let its second run happen inside `around()`."""
-    hooks: Any = saved_tensor_hooks()
+def follow(mode: "Mode") -> None:
+    """If a checkpointed function is running: let its second run happen under the mode, too.
+
+    Other hooks on what autograd saves would see all samples at once: where `fn` brings them, samples run one by one.
+    """
+    hooks = saved_tensor_hooks()
+    if not _follow(hooks, mode.recompute) and hooks != mode.packing and mode.is_innermost and not mode.recomputing:
+        raise NeedsLoop("fn packs what autograd saves")
+
+
+def _follow(hooks: Any, around: Around) -> bool:
+    """Whether these hooks are a checkpoint's; its function's second run then happens inside `around()`."""
+    found = False
     for cell in getattr(hooks[0], "__closure__", None) or ():
         frame = contents(cell)
-        if isinstance(frame, checkpoints.Frame) and not isinstance(frame.recompute_fn, _Again):
-            frame.recompute_fn = _Again(frame.recompute_fn, checkpoints.arguments(frame), around)
+        if isinstance(frame, checkpoints.Frame):
+            found = True
+            if not isinstance(frame.recompute_fn, Recompute):
+                frame.recompute_fn = Recompute(frame.recompute_fn, checkpoints.arguments(frame), around)
+    return found
 
 
 def keeps_arguments(func: Any) -> bool:
@@ -81,8 +98,8 @@ class Following(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if saved_tensor_hooks() is not None:
-            follow(contextlib.nullcontext)
+        if (hooks := saved_tensor_hooks()) is not None:
+            _follow(hooks, contextlib.nullcontext)
         if (body := body_of(func)) is not None:
             with self:
                 return body(*args, **kwargs)

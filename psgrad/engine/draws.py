@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..torch_.random import seedings
 from ..torch_.tracing import is_dispatch_watched
-from .op_loop import Unlooped
 from .problem import generators
+from .signals import NeedsLoop
 
 _NAMES = (
     "alpha_dropout alpha_dropout_ bernoulli bernoulli_ binomial cauchy_ dropout dropout_ dropout1d dropout2d dropout3d "
@@ -39,24 +40,38 @@ def draws(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 class Draws:
-    """The states of the default generators, from one draw to the next."""
+    """Watches that the default generators go on from where they were, draw by draw."""
 
     def __init__(self, params: Sequence[Tensor], randomness: str) -> None:
         self.params = params
         self.watches = randomness == "different" and not is_dispatch_watched()
-        self.states = generators(params) if self.watches else {}
+        self.seedings = seedings() if self.watches else None
+        self.elsewhere = self._states() if self.watches else {}
+
+    def _states(self) -> dict[torch.device, Tensor]:
+        """The states of generators off the CPU, where seeding is not noticed as such."""
+        if all([p.is_cpu for p in self.params]):  # noqa: C419, faster
+            return {}
+        return {device: state for device, state in generators(self.params).items() if device.type != "cpu"}
 
     def before(self, generator: Any) -> None:
         """A draw is about to happen, from `generator` or from the default ones."""
         if not self.watches:
             return
         if generator is not None:
-            raise Unlooped("fn draws from a generator of its own")
-        now = generators(self.params)
-        if not all(torch.equal(state, now[device]) for device, state in self.states.items()):
-            raise Unlooped("fn seeds the random numbers that it draws")
+            raise NeedsLoop("fn draws from a generator of its own")
+        self.check()
+        if self.elsewhere:
+            now = self._states()
+            if not all(torch.equal(state, now[device]) for device, state in self.elsewhere.items()):
+                raise NeedsLoop("fn seeds the random numbers that it draws")
 
     def after(self) -> None:
         """A draw, or something that may have drawn, is over."""
-        if self.watches:
-            self.states = generators(self.params)
+        if self.elsewhere:
+            self.elsewhere = self._states()
+
+    def check(self) -> None:
+        """Raise where `fn` has seeded: what it drew behind our back counts, too."""
+        if self.watches and seedings() != self.seedings:
+            raise NeedsLoop("fn seeds the random numbers that it draws")

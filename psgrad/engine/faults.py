@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .op_loop import Unlooped
+from ..torch_ import levels
+from ..torch_.tracing import can_look
+from .signals import NeedsLoop
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 Differs = Callable[[Any], bool]  # whether an argument differs between samples, and is not a parameter itself
@@ -21,7 +23,7 @@ class Fault(NamedTuple):
     functions: tuple[Callable[..., Any], ...]
     what: str  # that vmap does
     meant: Callable[[Differs, tuple[Any, ...], dict[str, Any]], bool]
-    instead: Callable[..., Call] | None = None  # of the call's arguments
+    instead: Callable[..., Call | None] | None = None  # of the call's arguments; None: the op runs in a loop
 
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], at: int, name: str) -> Any:
@@ -40,7 +42,9 @@ def _is_bare(differs: Differs, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return len(args) == 1 and not kwargs
 
 
-def _selected(input: Tensor, src: Tensor, dim: int, index: int) -> Call:
+def _selected(input: Tensor, src: Tensor, dim: int, index: int) -> Call | None:
+    if not -input.dim() <= dim < input.dim() or not -input.shape[dim] <= index < input.shape[dim]:
+        return None  # torch refuses it, in its own words
     dim, index = dim % input.dim(), index % input.shape[dim]
     after = input.shape[dim] - index - 1
     parts = input.narrow(dim, 0, index), src.unsqueeze(dim), input.narrow(dim, index + 1, after)
@@ -62,14 +66,19 @@ def _squeezed(t: Tensor) -> Call:
 
 
 def _refused(*_: Any, **__: Any) -> Call:
-    raise Unlooped("as_strided is of the batch's memory, not of a sample's")
+    raise NeedsLoop("as_strided is of the batch's memory, not of a sample's")
 
 
-def _index_filled(input: Tensor, dim: int, index: Tensor, value: Any) -> Call:
-    size = input.shape[dim] if input.dim() else 1
+def _index_filled(input: Tensor, dim: int, index: Tensor, value: Any) -> Call | None:
+    if input.dim() == 0 or not -input.dim() <= dim < input.dim():
+        return None
+    size = input.shape[dim]
+    if index.numel() == 0 or _is_out_of_range(index, size, -size):
+        return None  # torch has its own words for it, or there is nothing to do
     chosen = (torch.arange(size, device=input.device)[:, None] == index % size).any(1)
     shape = [size if i == dim % input.dim() else 1 for i in range(input.dim())]
-    return torch.where, (chosen.view(shape), value.to(input.dtype) if isinstance(value, Tensor) else value, input), {}
+    filled = value.to(input.dtype) if isinstance(value, Tensor) else torch.full_like(input, value)
+    return torch.where, (chosen.view(shape), filled, input), {}
 
 
 def _is_changed(name: str) -> Callable[..., Call]:
@@ -84,6 +93,24 @@ def _is_changed(name: str) -> Callable[..., Call]:
 
 def _pads(differs: Differs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return differs(_argument(args, kwargs, 1, "weight")) and _argument(args, kwargs, 2, "padding_idx") is not None
+
+
+def _is_out_of_range(indices: Any, size: int, least: int = 0) -> bool:
+    """Whether torch would refuse indices that its vmap does not look at."""
+    if not isinstance(indices, Tensor) or indices.numel() == 0:
+        return False
+    indices = levels.plain(indices)
+    return can_look(indices) and bool(((indices < least) | (indices >= size)).any())
+
+
+def _misses(differs: Differs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    weight = _argument(args, kwargs, 1, "weight")
+    return differs(weight) and _is_out_of_range(_argument(args, kwargs, 0, "input"), weight.shape[0])
+
+
+def _has_no_class(differs: Differs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    count = _argument(args, kwargs, 1, "num_classes")
+    return isinstance(count, int) and count > 0 and _is_out_of_range(args[0], count)
 
 
 def _unpadded(input: Tensor, weight: Tensor, padding_idx: int, *args: Any, **kwargs: Any) -> Call:
@@ -117,6 +144,8 @@ TABLE = (
     Fault((torch.roll, T.roll), "rolls a scalar along the samples", _is_scalar, _copied),
     Fault((T.squeeze_,), "takes the axis of a single sample away", _is_bare, _squeezed),
     Fault((T.as_strided_,), "takes the memory of all samples for that of one", _always, _refused),
+    Fault((F.embedding,), "does not look whether an index is in the table", _misses),
+    Fault((F.one_hot,), "does not look whether a class is below num_classes", _has_no_class),
     Fault((F.embedding,), "lets a gradient through to the padding", _pads, _unpadded),
 )
 FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(function for fault in TABLE for function in fault.functions)

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedOpError, name_of, place
+from ..torch_ import levels
 from ..torch_.storage import shares_memory
+from .problem import Problem
 
 
 class Holding(Protocol):
@@ -23,9 +25,10 @@ class Holding(Protocol):
 
 
 class _Held(threading.local):
-    """What this thread has put into models."""
+    """What this thread has put into models, and whether it runs samples one by one."""
 
     def __init__(self) -> None:
+        self.looping = 0  # how many loops over samples, one inside the other, this thread is in
         self.locks: list[Any] = []  # on models
         self.holdings: list[Holding] = []  # those that are entered
         self.record: list[Holding] | None = None  # all that were entered, where somebody asks
@@ -61,12 +64,12 @@ _DETACH = (Tensor.detach, torch.detach, Tensor.data.__get__)  # type: ignore[att
 class OwnParameters:
     """The tensors that the given parameters stand for: as a constant, one of them is a gradient lost."""
 
-    def __init__(self, params: Sequence[Tensor], names: Any) -> None:
-        self.params, self.names = params, names  # names: a function that gives their paths
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
 
     def refuse(self, func: Any, t: Tensor) -> None:
         """Raise where `t`, a leaf that requires grad, is one of them, and is not about to become a constant openly."""
-        if func in _DETACH:
+        if func in _DETACH or levels.is_differentiated(t):  # what a transform inside `fn` follows is its own
             return
         for holding in HELD.holdings:
             if (name := holding.own(t)) is not None:
@@ -78,11 +81,11 @@ class OwnParameters:
                     "it is used,\n"
                     "  or take it out of params if it is meant to be a constant."
                 )
-        for i, p in enumerate(self.params):
+        for i, p in enumerate(self.problem.params):
             if shares_memory(t, p) and t.storage_offset() == p.storage_offset() and t.shape == p.shape:
                 raise UnsupportedOpError(
-                    f"{name_of(func)} uses {self.names()[i]} as a constant: a tensor with its memory that fn closes "
-                    "over\n"
+                    f"{name_of(func)} uses {self.problem.names[i]} as a constant: "
+                    "a tensor with its memory that fn closes over\n"
                     f"  called at {place()}\n"
                     "  use what fn is given in params; if a constant is meant, close over its detach()."
                 )

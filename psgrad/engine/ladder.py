@@ -1,18 +1,16 @@
-"""One vmapped forward, one ordinary backward: the factors of every parameter.
+"""The ladder: all samples at once where that can be, else in groups that agree, else one by one. Each step is exact.
 
-The ladder, each step exact: a rule for the use -> plain vmap of that use -> a loop over samples for the
-whole call. Where samples disagree on a branch, the batch is split and each part runs on its own.
+A use of a parameter goes by a rule, else by plain vmap, else in a loop over samples for that one op (`mode.py`). Where
+samples disagree on a branch, the batch is split and each group runs on its own; where even that cannot be, samples run
+one after the other by ordinary autograd.
 """
 
 import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
-import optree
 import torch
 from torch import Tensor
 
@@ -24,31 +22,19 @@ from ..errors import (
     UnusedParametersWarning,
     is_out_of_memory,
     place_of,
+    reason_of,
 )
-from ..registry.params import Source
-from ..torch_ import autograd, levels
-from ..torch_.autograd import FUNCTIONS_SEEN
 from ..torch_.compiler import CompilerLoaded, compilers_noticed, eagerly
-from ..torch_.functions import opened
-from ..torch_.storage import is_view, storage_of, version_of, versions_of
+from ..torch_.storage import version_of, versions_of
+from .batched import Outcome, run_together, seen_grad
 from .checkpoint import Following
-from .collectors import DenseCollector, FactorCollector, NormCollector, SumCollector
-from .held import Holding, OwnParameters, again, recorded
-from .mode import Diverged, Intercept, Retry, Written, reason_of
-from .op_loop import Unlooped
+from .collectors import Collector, SumCollector
+from .held import HELD, Holding, OwnParameters, again, recorded
 from .problem import Problem, Sampled, generators, rewind
-from .rule_call import Use
+from .signals import Diverged, NeedsLoop, SampleWritten
 
-S = TypeVar("S", DenseCollector, FactorCollector, NormCollector, SumCollector)
-
-
-class Outcome(NamedTuple):
-    """What besides gradients came out: losses (N,), and aux with a leading N."""
-
-    values: Tensor
-    aux: list[Tensor]
-    aux_spec: optree.PyTreeSpec | None
-    looped: tuple[str, ...] = ()  # ops that ran in a loop over samples, in words
+C = TypeVar("C", bound=Collector)
+Make = Callable[[Problem], C]  # a collector for the samples of a problem
 
 
 def differentiating(problem: Problem | None = None) -> contextlib.AbstractContextManager[Any]:
@@ -85,51 +71,42 @@ class _Answering:
             )
 
 
-@dataclass(eq=False, slots=True)  # not frozen, which costs; nobody changes one
-class Part(Generic[S]):
+class Group(NamedTuple, Generic[C]):
     """Samples that ran together: which rows of the problem they are, in that order, and what came out."""
 
-    index: Tensor | None  # None: all
-    sink: S
+    places: Tensor | None  # None: all
+    collector: C
     outcome: Outcome
 
+    def among(self, index: Tensor) -> "Group[C]":
+        """A group of the samples `index` as one of all."""
+        return self._replace(places=index if self.places is None else index[self.places.to(index.device)])
 
-def run(
-    problem: Problem,
-    sink: Callable[[Problem], S],
-    take: Callable[[Part[S]], None],
-    *,
-    quiet: bool = False,
-    writes: bool = False,
-) -> None:
-    """Per-sample gradients, part by part: each goes to `take`, with a sink of its own.
 
-    One part of all samples where that can be. `quiet` keeps fallbacks to itself; `writes`: `fn` changes its
-    sample in place, so each attempt gets a copy.
+def collect(problem: Problem, make: Make[C], *, quiet: bool = False, on_copies: bool = False) -> Iterator[Group[C]]:
+    """Per-sample gradients, group by group, each in a collector of its own: one group of all where that can be.
+
+    `quiet` keeps fallbacks to itself; `on_copies`: `fn` changes its sample in place, so each attempt gets a copy.
     """
-    found = _attempt(problem, sink(problem), writes)
-    if isinstance(found, Part):
+    found = _attempt(problem, make(problem), on_copies)
+    if isinstance(found, Group):
         if found.outcome.looped and not quiet:
             _warn(
                 "psgrad runs a part of fn in a loop over samples: exact, slower there\n  "
                 + "\n  ".join(found.outcome.looped)
             )
-        take(found)
+        yield found
     elif found.writes:
-        run(problem, sink, take, quiet=quiet, writes=True)
+        yield from collect(problem, make, quiet=quiet, on_copies=True)
     elif not found.groups:
         reason = f"psgrad runs fn in a loop over samples: exact, but slow\n  vmap refused at {found.where}: {found.why}"
-        _looped(problem, sink, take, None if quiet else reason)
+        yield from _one_by_one(problem, make, None if quiet else reason)
     else:
         if len(found.groups) > max(8, problem.n // 2) and not quiet:
             _warn(f"psgrad splits {problem.n} samples into {len(found.groups)} groups, which disagree at {found.where}")
         for index in found.groups:  # each on its own
-            run(problem.rows(index), sink, partial(_take_of, take, index), quiet=quiet, writes=writes)
-
-
-def _take_of(take: Callable[[Part[S]], None], index: Tensor, part: Part[S]) -> None:
-    """A part of the samples `index` as a part of all."""
-    take(replace(part, index=index if part.index is None else index[part.index.to(index.device)]))
+            for group in collect(problem.rows(index), make, quiet=quiet, on_copies=on_copies):
+                yield group.among(index)
 
 
 class _Refusal(NamedTuple):
@@ -141,20 +118,18 @@ class _Refusal(NamedTuple):
     writes: bool = False
 
 
-def _attempt(problem: Problem, sink: S, writes: bool) -> Part[S] | _Refusal:
-    attempt = problem.copied() if writes else problem
-    versions = versions_of(problem.batch)
+def _attempt(problem: Problem, collector: C, on_copies: bool) -> Group[C] | _Refusal:
+    before = versions_of(problem.batch)
+    found: Group[C] | _Refusal
     try:
-        if problem.randomness == "different":
-            return Part(None, sink, vmapped(attempt, sink))
-        with _draws(problem):
-            return Part(None, sink, vmapped(attempt, sink))
+        with _drawing_of(problem):
+            found = Group(None, collector, run_together(problem, collector, on_copies=on_copies))
     except Diverged as diverged:
-        refusal = _Refusal(diverged.groups, place_of(diverged))
-    except Written:
+        found = _Refusal(diverged.groups, place_of(diverged))
+    except SampleWritten:
         return _Refusal([], writes=True)
-    except Unlooped as unlooped:
-        refusal = _Refusal([], place_of(unlooped), unlooped.why)
+    except NeedsLoop as needed:
+        found = _Refusal([], place_of(needed), needed.why)
     except PsgradError:
         raise
     except Exception as error:
@@ -162,146 +137,19 @@ def _attempt(problem: Problem, sink: S, writes: bool) -> Part[S] | _Refusal:
             raise
         if problem.randomness == "error" and "randomness error mode" in str(error):
             raise _drawing(place_of(error)) from None
-        refusal = _Refusal([], place_of(error), reason_of(error))
-    if versions_of(problem.batch) != versions:
+        found = _Refusal([], place_of(error), reason_of(error))
+    if versions_of(problem.batch) != before:
         raise UnsupportedOpError(
             "fn changes its sample in place, and has to run more than once\n  change a clone of the sample instead."
+            if isinstance(found, _Refusal)
+            else "fn changes its sample in place, in a way that psgrad did not see\n"
+            "  change a clone of the sample instead."
         )
-    return refusal
+    return found
 
 
 def _warn(message: str) -> None:
     warnings.warn(message, FallbackWarning, stacklevel=_callers_level())
-
-
-def vmapped(problem: Problem, sink: Any, log: list[Use] | None = None) -> Outcome:
-    """All samples at once."""
-    settings: list[str] = []
-    while True:
-        try:
-            with eagerly(), FUNCTIONS_SEEN:
-                return _through(problem, sink, log, settings)
-        except Retry as retry:
-            settings.append(retry.setting)  # each is asked for once
-        except CompilerLoaded:
-            pass  # `eagerly` knows of it now
-        if log is not None:
-            log.clear()
-        if problem.randomness == "same":
-            rewind(problem.draws_from)
-
-
-def _through(problem: Problem, sink: Any, log: list[Use] | None, settings: list[str]) -> Outcome:
-    """One forward and one backward."""
-    n = problem.n
-    own = OwnParameters(problem.params, lambda: problem.names)
-    mode = Intercept(n, problem.randomness, sink, log, problem.frugal or "frugal" in settings, own)
-    if settings:
-        mode.lifts, mode.repeats = "lifts" in settings, "repeats" in settings
-    mode.lasting = problem.lasting
-    roots = [p.contiguous() for p in problem.params]
-    leaves = [p.expand(n, *p.shape).requires_grad_() for p in roots]
-    mode.anchor = leaves[0]
-    with levels.vmap_level(n, problem.randomness) as level:
-        mode.level, mode.roots = level, len(roots)
-        if not problem.own_batch:
-            mode.batch = problem.batch
-        wrapped = [
-            mode.track(Source(i, problem.name, p, leaf)) for i, (p, leaf) in enumerate(zip(roots, leaves, strict=True))
-        ]
-        sample = [levels.wrap(t, level) if b else t for t, b in zip(problem.batch, problem.batched, strict=True)]
-        with compilers_noticed():
-            out = problem.call(wrapped, sample, mode)
-        losses = levels.unwrap(out.loss, n, level)
-        aux = [levels.unwrap(a, n, level) for a in out.aux]
-    if losses.requires_grad and _backward(losses, mode, len(roots), sink, problem.seed):
-        problem.reached.append(True)
-    values = losses.detach()
-    if losses.is_leaf or is_view(losses):  # memory that may be another's
-        values = values.clone()
-    if aux:
-        aux = _owned(aux, [values, *problem.params, *problem.batch])
-    looped = tuple([f"{op} {why}" for op, why in mode.looped.items()]) if mode.looped else ()
-    return Outcome(values, aux, out.aux_spec, looped)
-
-
-def _owned(results: list[Tensor], others: list[Any]) -> list[Tensor]:
-    """`results` as memory of their own: not shared with `others`, with each other, or between samples."""
-    taken = {storage_of(t) for t in others if isinstance(t, Tensor)}
-    owned = []
-    for t in results:
-        owned.append(t.clone() if storage_of(t) in taken or not t.is_contiguous() else t)
-        taken.add(storage_of(owned[-1]))
-    return owned
-
-
-def _backward(losses: Tensor, mode: Intercept, count: int, sink: Any, seed: Tensor | None) -> bool:
-    """Gradients of the losses to the sink; those of functions of parameters pulled back to the parameters.
-
-    Samples are independent under vmap, so the gradient of the sum of the losses is every sample's own.
-    Returns whether a parameter has one.
-    """
-    leaves = [source.leaf for source in mode.sources]
-    if seed is not None and (losses.dtype.itemsize < 4 or mode.functions or mode.hooks):
-        sink.weights, seed = seed, None  # float16 may not hold them; a backward of the user's may not be linear
-    seed = torch.ones_like(losses) if seed is None else seed.to(losses.dtype)
-    inputs: list[Any] = [*leaves, *mode.tape.edges]
-    if mode.functions:  # Python runs in the backward, perhaps a model whose parameters are its own again
-        with _Unchanged(mode.own_parameters):
-            found = _seen_grad(losses, inputs, seed, allow_unused=True)
-    else:
-        found = autograd.gradients(losses, inputs, seed)
-    grads, cotangents = found[: len(leaves)], found[len(leaves) :]
-    mode.tape.backward(cotangents)
-    restrided: list[Any] | None = None
-    for source, grad in zip(mode.sources, grads, strict=True):
-        if grad is not None:
-            restrided = _restrided(losses) if restrided is None else restrided
-            if any(leaf is source.leaf for leaf in restrided):
-                raise RuntimeError("as_strided of a parameter has no gradient per sample")
-            sink.add_dense(source, grad)
-            mode.note_unseen(source)
-    derived = [source for source in mode.sources[count:] if sink.has(source)]
-    if derived:
-        sink.pull(derived, mode.sources[:count])
-    # a rule that runs as a Function hands its factors to the sink and nothing to autograd
-    for g in reversed(found):
-        if g is not None:
-            return True
-    return any(source.uses for source in mode.sources)
-
-
-_seen_grad = opened(torch.autograd.grad)  # modes are not asked, and so are on while the backward runs
-
-
-class _Unchanged(Following):
-    """For a backward of all samples: what would be a parameter taken for a constant sends the call to the loop."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        try:
-            return super().__torch_function__(func, types, args, kwargs)
-        except UnsupportedOpError:
-            raise Unlooped("a Function runs a model again in its backward") from None
-
-
-def _restrided(losses: Tensor) -> list[Any]:
-    """The leaves to which as_strided was applied, straight or through views, behind the mode's back.
-
-    Its backward takes the samples of a stride-0 leaf for overlapping memory, and averages over them.
-    """
-    found, seen, todo = [], set(), [losses.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        below = [n for n, _ in node.next_functions]
-        todo += below
-        if node.name().startswith("AsStrided"):
-            while len(below) == 1 and below[0] is not None:
-                found.append(getattr(below[0], "variable", None))
-                below = [n for n, _ in below[0].next_functions]
-    return found
 
 
 # ---- where vmap cannot ----------------------------------------------------------------------------------
@@ -317,20 +165,29 @@ def generators_kept(problem: Problem) -> Iterator[None]:
         rewind(before)
 
 
-@contextlib.contextmanager
-def _draws(problem: Problem) -> Iterator[None]:
-    """What `randomness` says of a part of the samples: "same" lets every part draw what the first drew."""
+def _drawing_of(problem: Problem) -> contextlib.AbstractContextManager[Any]:
+    """What `randomness` says of a group of the samples: "same" lets every group draw what the first drew."""
     if problem.randomness == "same":
         rewind(problem.draws_from)
-        yield
-    elif problem.randomness == "error":
-        before = generators(problem.params)
-        yield
-        after = generators(problem.params)
-        if not all(torch.equal(state, after[device]) for device, state in before.items()):
+    return _NoDraws(problem) if problem.randomness == "error" else _NOTHING
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+class _NoDraws:
+    """Inside, nobody draws random numbers: an error says if somebody did."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+
+    def __enter__(self) -> None:
+        self.before = generators(self.problem.params)
+
+    def __exit__(self, error: object, *_: object) -> None:
+        after = generators(self.problem.params)
+        if error is None and not all(torch.equal(state, after[device]) for device, state in self.before.items()):
             raise _drawing("an unknown place")
-    else:
-        yield
 
 
 def _drawing(where: str) -> ArgumentError:
@@ -382,46 +239,54 @@ def no_outcome(problem: Problem) -> Outcome:
     return Outcome(out.loss.new_empty(0), [a.new_empty(0, *a.shape) for a in out.aux], out.aux_spec)
 
 
-def _looped(
-    problem: Problem, sink: Callable[[Problem], S], take: Callable[[Part[S]], None], warning: str | None
-) -> None:
+def _one_by_one(problem: Problem, make: Make[C], warning: str | None) -> Iterator[Group[C]]:
     """One sample after the other, by ordinary autograd. An error that `fn` raises there is the user's own."""
-    follow = Following(OwnParameters(problem.params, lambda: problem.names))
+    following = Following(OwnParameters(problem))
     for i in range(problem.n):
         one = problem.rows(slice(i, i + 1))
         copies = [p.clone() for p in problem.params]  # whatever fn does to them stays here
         params = [p.detach().requires_grad_() for p in copies]
         try:
-            held, (loss, aux, spec) = _one_by_one(problem, one, params, follow)
+            held, (loss, aux, spec) = _called(one, params, following)
         except CompilerLoaded:
-            held, (loss, aux, spec) = _one_by_one(problem, one, params, follow)
+            held, (loss, aux, spec) = _called(one, params, following)
         for name, p in zip(problem.names, copies, strict=True) if any(versions_of(copies)) else ():
             if version_of(p):
                 raise UnsupportedOpError(
                     f"fn changes {name} in place\n"
                     "  per-sample gradients need parameters that stay put: change a clone instead."
                 )
-        row = sink(one)
+        collector = make(one)
         if loss.requires_grad:
-            if one.seed is not None and isinstance(row, SumCollector):
-                row.weights = one.seed  # not into the backward, which need not be linear
-            with again(held), follow:  # a Function may run a model again
-                grads = _seen_grad(loss, params, allow_unused=True)
+            if one.seed is not None and isinstance(collector, SumCollector):
+                collector.weights = one.seed  # not into the backward, which need not be linear
+            with again(held), following:  # a Function may run a model again
+                found = seen_grad(loss, params, allow_unused=True)
+            grads = [_with_inner(g, p) for g, p in zip(found, params, strict=True)]
             if any(g is not None for g in grads):
                 problem.reached.append(True)
-            row.put([(torch.zeros_like(p) if g is None else g)[None] for p, g in zip(params, grads, strict=True)])
+            collector.put([(torch.zeros_like(p) if g is None else g)[None] for p, g in zip(params, grads, strict=True)])
         if i == 0 and warning is not None:  # a sample alone works, so it was vmap that refused
             _warn(warning)
         outcome = Outcome(loss.detach()[None].clone(), [a[None] for a in aux], spec)
-        take(Part(torch.full((1,), i, device=loss.device), row, outcome))
+        yield Group(torch.full((1,), i, device=loss.device), collector, outcome)
 
 
-def _one_by_one(
-    problem: Problem, one: Problem, params: list[Tensor], follow: Following
-) -> tuple[list[Holding], Sampled]:
+def _with_inner(grad: Tensor | None, param: Tensor) -> Tensor | None:
+    """A gradient, and what a backward inside the backward has added to the parameter's own."""
+    if param.grad is None:
+        return grad
+    return param.grad if grad is None else grad + param.grad
+
+
+def _called(one: Problem, params: list[Tensor], following: Following) -> tuple[list[Holding], Sampled]:
     """`fn` for one sample; and what models held meanwhile."""
-    with _draws(problem), recorded() as held, eagerly(), compilers_noticed():
-        return held, problem.call(params, one.copied().sample(0), follow)
+    HELD.looping += 1
+    try:
+        with _drawing_of(one), recorded() as held, eagerly(), compilers_noticed():
+            return held, one.call(params, one.copied().sample(0), following)
+    finally:
+        HELD.looping -= 1
 
 
 def _callers_level() -> int:

@@ -4,7 +4,7 @@ Where vmap refuses an op, or gets it wrong, the op runs for one sample after the
 tensors behind its arguments, and ordinary autograd follows. Everything around it keeps its rules.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import optree
@@ -14,16 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..torch_ import levels
 from ..torch_.autograd import FunctionCall
-
-Split = Callable[[list[Any]], None]  # raises where keys, one per sample, are not all equal
-
-
-class Unlooped(BaseException):
-    """An op cannot run sample by sample on its own: the whole call has to. Not for `fn` to catch."""
-
-    def __init__(self, why: str) -> None:
-        super().__init__(why)
-        self.why = why
+from .signals import NeedsLoop, split_by_keys
 
 
 class _Alone(TorchFunctionMode):
@@ -35,33 +26,35 @@ class _Alone(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(isinstance(t, Tensor) and levels.is_batched(t, self.level) for t in _leaves((args, kwargs))):
-            raise Unlooped("an op uses a tensor that is not among its arguments")
+        if any(isinstance(t, Tensor) and levels.is_batched(t, self.level) for t in leaves((args, kwargs))):
+            raise NeedsLoop("an op uses a tensor that is not among its arguments")
         if isinstance(func, FunctionCall):
             with self:
                 return func.run(*args, **kwargs)
         return func(*args, **kwargs)
 
 
-def _leaves(tree: Any) -> list[Any]:
+def leaves(tree: Any) -> list[Any]:
     return optree.tree_leaves(tree, none_is_leaf=True)
 
 
 def is_sampled(args: Any, kwargs: Any, level: int) -> bool:
     """Whether an argument differs between samples."""
-    return any(isinstance(t, Tensor) and levels.is_batched(t, level) for t in _leaves((args, kwargs)))
+    return any(isinstance(t, Tensor) and levels.is_batched(t, level) for t in leaves((args, kwargs)))
 
 
-def run(func: Any, args: Any, kwargs: Any, n: int, level: int, writes: bool, split: Split) -> Any:
+def run(func: Any, args: Any, kwargs: Any, n: int, level: int, writes: bool) -> Any:
     """`func` for each of n samples; `writes`: it changes its first argument, and returns that.
 
-    Samples for which it raises, or gives something of another shape or another Python value, part ways by `split`.
+    Samples for which it raises, or gives something of another shape or another Python value, part ways.
     """
     given: Any = (args, kwargs)
     leaves, spec = optree.tree_flatten(given, none_is_leaf=True)
     rows: list[Sequence[Any]] = []
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor) or not levels.is_batched(leaf, level):
+            if writes and i == 0:
+                raise NeedsLoop("fn writes samples into a tensor that they share")
             rows.append([leaf] * n)
         elif writes and i == 0:  # a view that may be written to, as those of unbind may not
             lowered = levels.lower(leaf, n, level)
@@ -81,19 +74,19 @@ def run(func: Any, args: Any, kwargs: Any, n: int, level: int, writes: bool, spl
             found.append(None)
             error = own
         errors.append(error)
-    split([type(error) for error in errors])
+    split_by_keys([type(error) for error in errors])
     if errors[0] is not None:
         try:
             raise errors[0]
         finally:
             del errors, error  # which would keep this frame, and with it all rows, in a circle
-    return args[0] if writes else _stacked(found, level, split)
+    return args[0] if writes else _stacked(found, level)
 
 
-def _stacked(found: list[Any], level: int, split: Split) -> Any:
+def _stacked(found: list[Any], level: int) -> Any:
     """The samples' results as one."""
     flat = [optree.tree_flatten(value, none_is_leaf=True) for value in found]
-    split([(spec, *map(_kind, leaves)) for leaves, spec in flat])
+    split_by_keys([(spec, *map(_kind, leaves)) for leaves, spec in flat])
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     joined = [
         levels.wrap(levels.below(torch.stack, column), level) if isinstance(column[0], Tensor) else column[0]
@@ -108,4 +101,4 @@ def _kind(leaf: Any) -> Any:
         return tuple(leaf.shape), leaf.dtype, leaf.device
     if leaf is None or isinstance(leaf, (bool, int, float, complex, str, torch.dtype, torch.device)):
         return type(leaf), repr(leaf)  # NaN equals NaN
-    raise Unlooped(f"an op gives a {type(leaf).__name__}, which cannot be one for all samples")
+    raise NeedsLoop(f"an op gives a {type(leaf).__name__}, which cannot be one for all samples")

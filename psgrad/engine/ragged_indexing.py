@@ -4,15 +4,13 @@ Under vmap every sample has one shape. Where all samples choose equally many ele
 written as integer indices, which vmap takes; where they do not, the batch is split by the count.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..torch_ import levels
-
-Split = Callable[[Tensor], None]  # raises where the rows of a tensor are not all equal
+from .signals import split_by_rows
 
 GETITEM, SETITEM = torch.Tensor.__getitem__, torch.Tensor.__setitem__
 _SELECT = frozenset([torch.masked_select, torch.Tensor.masked_select])
@@ -23,13 +21,13 @@ _VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 _TAKES_INTEGERS = _VERSION >= (2, 13)  # vmap takes x[i] where i is an integer that differs between samples
 
 
-def rewritten(func: Any, args: Any, kwargs: Any, n: int, level: int, split: Split) -> tuple[Any, Any, Any] | None:
+def rewritten(func: Any, args: Any, kwargs: Any, n: int, level: int) -> tuple[Any, Any, Any] | None:
     """`func` with its arguments as a call that vmap takes, or None where it takes them as they are."""
     if func is GETITEM or func is SETITEM:
         index = args[1]
         entries = index if type(index) in (tuple, list) else (index,)
         if not any(_is_mask(entry, level) for entry in entries):
-            if func is SETITEM or type(index) is list or not _selects(entries, level):
+            if func is SETITEM or type(index) is list or not _needs_help(entries, level):
                 return None
             return _getitem, (args[0], entries, level), {}
         if func is SETITEM and _is_mask(index, level) and _is_number(args[2]):  # whatever their count
@@ -40,7 +38,7 @@ def rewritten(func: Any, args: Any, kwargs: Any, n: int, level: int, split: Spli
             return torch.Tensor.copy_, (target, torch.where(mask, value.to(target.dtype), target)), {}
         indices: list[Any] = []
         for entry in entries:
-            indices += _positions(entry, n, level, split) if _is_mask(entry, level) else [entry]
+            indices += _positions(entry, n, level) if _is_mask(entry, level) else [entry]
         return func, (args[0], tuple(indices), *args[2:]), {}
     as_tuple = func in _NONZERO and kwargs.get("as_tuple", False)
     named = {k: v for k, v in kwargs.items() if k != "as_tuple"}
@@ -48,19 +46,33 @@ def rewritten(func: Any, args: Any, kwargs: Any, n: int, level: int, split: Spli
         return None
     if func in _SELECT:
         x, mask = torch.broadcast_tensors(*args)
-        return GETITEM, (x, tuple(_positions(mask, n, level, split))), {}
+        return GETITEM, (x, tuple(_positions(mask, n, level))), {}
     if args[0].dim() == 0:
         return None
-    positions = _positions(args[0] != 0, n, level, split)
+    positions = _positions(args[0] != 0, n, level)
     return (tuple, (positions,), {}) if func is _WHERE or as_tuple else (torch.stack, (positions, 1), {})
+
+
+def selects(func: Any, args: Any, level: int) -> bool:
+    """Whether a call is x[i] with a single integer that differs between samples, and slices: without vmap, a view."""
+    if func is not GETITEM:
+        return False
+    entries = args[1] if type(args[1]) is tuple else (args[1],)
+    gathers = [entry for entry in entries if _is_gathering(entry) and not _is_integer(entry, level)]
+    return not gathers and any(_is_integer(entry, level) for entry in entries)
+
+
+def _is_gathering(entry: Any) -> bool:
+    """Whether an entry of an index makes a copy of what it chooses: tensors, lists, arrays."""
+    return isinstance(entry, (Tensor, list)) or hasattr(entry, "__array__")
 
 
 def is_mixed(func: Any, args: Any) -> bool:
     """Whether a call assigns by tensors and other things together, as A[1:, index] = v: vmap mistakes the axes then."""
     if func is not SETITEM or type(args[1]) is not tuple:
         return False
-    tensors = sum([isinstance(entry, Tensor) for entry in args[1]])
-    return 0 < tensors < len(args[1])
+    gathering = sum([_is_gathering(entry) for entry in args[1]])
+    return 0 < gathering < len(args[1])
 
 
 def put(target: Tensor, index: tuple[Any, ...], value: Any, n: int, level: int) -> bool:
@@ -70,6 +82,8 @@ def put(target: Tensor, index: tuple[Any, ...], value: Any, n: int, level: int) 
     place of their axes where these are neighbours, and in front where they are not.
     """
     view, axis, places = levels.lower(target, n, level), 1, dict[int, Tensor]()
+    gathering = [_is_gathering(entry) and not isinstance(entry, Tensor) for entry in index]
+    index = tuple(torch.as_tensor(e, device=target.device) if g else e for e, g in zip(index, gathering, strict=True))
     given = sum([entry.dim() if _is_boolean(entry) else entry is not None and entry is not ... for entry in index])
     for entry in index:
         if entry is ...:
@@ -106,7 +120,7 @@ def put(target: Tensor, index: tuple[Any, ...], value: Any, n: int, level: int) 
     return True
 
 
-def _selects(entries: Any, level: int) -> bool:
+def _needs_help(entries: Any, level: int) -> bool:
     """Whether vmap needs help with an index because of an integer in it that differs between samples.
 
     Torch itself selects by an integer first and then indexes by the tensors. Vmap takes the integer for one of
@@ -153,10 +167,10 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (bool, int, float)) or (isinstance(value, Tensor) and value.dim() == 0)
 
 
-def _positions(mask: Tensor, n: int, level: int, split: Split) -> list[Tensor]:
+def _positions(mask: Tensor, n: int, level: int) -> list[Tensor]:
     """Where `mask` is true, one index tensor per axis, as a batched tensor of K each."""
     rows = levels.lower(mask, n, level)
     counts = rows.flatten(1).sum(1)
-    split(counts)
+    split_by_rows(counts)
     chosen = rows.flatten(1).nonzero()[:, 1].view(n, int(counts[0]))
     return [levels.wrap(index, level) for index in torch.unravel_index(chosen, rows.shape[1:])]

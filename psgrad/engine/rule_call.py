@@ -1,28 +1,33 @@
 """A rule at work, one level below vmap: the op runs once for all samples, its backward yields factors.
 
 Two ways, the same numbers. A small call of a `native` rule is left to ordinary autograd, which is asked for the
-cotangent of the output (`Tape`). Any other runs inside an autograd Function of ours, which lets go of each cotangent
-as the backward goes on, and costs 0.05 ms more.
+cotangent of the output (`DeferredCalls`). Any other runs inside an autograd Function of ours, which lets go of each
+cotangent as the backward goes on, and costs 0.05 ms more.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from ..factors import costs as _plan
+from ..errors import PsgradError
+from ..factors import costs
 from ..registry.params import Param
 from ..registry.plugin import Guarded
-from ..registry.rule import Needs, Rule
-from ..torch_ import autograd
+from ..registry.rule import BatchFold, Call, Composite, Decline, Entry, Needs, Rule
+from ..torch_ import autograd, levels
 from ..torch_.checkpoints import saved_tensor_hooks
 from ..torch_.storage import base_of, is_view, version_of, versions_of
 from .collectors import Collector
+from .of_params import run_once
+
+if TYPE_CHECKING:
+    from .mode import Mode, Operands
 
 
-class Use(NamedTuple):
+class UseRecord(NamedTuple):
     """One op's use of parameters, for `explain`."""
 
     params: tuple[Param, ...]
@@ -32,13 +37,13 @@ class Use(NamedTuple):
     reason: str  # why no rule
 
 
-class Applied:
+class BoundRule:
     """A call of a rule, but for its input."""
 
-    __slots__ = ("constants", "is_complex", "options", "params", "rule", "sink", "tracked", "use", "values")
+    __slots__ = ("collector", "constants", "is_complex", "options", "params", "rule", "tracked", "use", "values")
 
-    def __init__(self, rule: Rule, options: Any, params: tuple[Any, ...], sink: Collector) -> None:
-        self.rule, self.options, self.params, self.sink = rule, options, params, sink
+    def __init__(self, rule: Rule, options: Any, params: tuple[Any, ...], collector: Collector) -> None:
+        self.rule, self.options, self.params, self.collector = rule, options, params, collector
         values, constants, tracked = [], [], []
         self.is_complex = False  # of complex numbers, for which no rule is written
         for p in params:  # one loop, not three comprehensions: this runs for every use of a parameter
@@ -54,7 +59,7 @@ class Applied:
         self.values: list[Any] = values
         self.constants: list[Tensor] = constants  # `fn` might change them
         self.tracked = tuple(tracked)  # which are ours to differentiate
-        self.use: Use | None = None
+        self.use: UseRecord | None = None
 
     @property
     def versions(self) -> list[int]:
@@ -65,7 +70,7 @@ class Applied:
         raise RuntimeError(f"an operand of {self.rule.name} was changed in place before its backward")
 
     def backward(self, g: Tensor, x: Tensor, values: list[Any], saved: Any, need_x: bool) -> Tensor | None:
-        """The gradient of the input; factors go to the sink, without a graph."""
+        """The gradient of the input; factors go to the collector, without a graph."""
         if autograd.is_autocasting() and torch.is_autocast_enabled(device := g.device.type):
             with torch.autocast(device, enabled=False):
                 return self.backward(g, x, values, saved, need_x)
@@ -81,7 +86,7 @@ class Applied:
         for param, factor in zip(self.params, factors, strict=True):
             if factor is not None and type(param) is Param:
                 try:
-                    self.sink.add(param, factor, self.use)
+                    self.collector.add(param, factor, self.use)
                 except Exception as error:
                     if type(options) is Guarded:
                         options.blame(error)
@@ -96,26 +101,26 @@ class Applied:
         return self.rule.backward(self.options, g, x, values, saved, needs)[0]
 
 
-class Tape:
+class DeferredCalls:
     """The small calls of one run, each followed by ordinary autograd; their cotangents are held till the end."""
 
-    def __init__(self, frugal: bool) -> None:
-        self.frugal = frugal  # takes no call
+    def __init__(self, save_memory: bool) -> None:
+        self.save_memory = save_memory  # takes no call
         self.held = 0  # bytes of these cotangents
         self.edges: list[GradientEdge] = []  # where the outputs were made: `fn` may change them in place later
-        self.calls: list[tuple[Applied, Tensor, int, Any, torch.Size | None]] = []
+        self.calls: list[tuple[BoundRule, Tensor, int, Any, torch.Size | None]] = []
 
     def takes(self, rule: Rule, x: Tensor) -> bool:
-        small = rule.native and x.nbytes <= _plan.SMALL and self.held <= _plan.SMALL_TOTAL
-        return small and not self.frugal and saved_tensor_hooks() is None
+        small = rule.native and x.nbytes <= costs.SMALL and self.held <= costs.SMALL_TOTAL
+        return small and not self.save_memory and saved_tensor_hooks() is None
 
-    def run(self, applied: Applied, x: Tensor) -> Tensor:
+    def run(self, bound: BoundRule, x: Tensor) -> Tensor:
         """The output of a call."""
-        values, ours = applied.values, True in applied.tracked
-        if ours and not x.requires_grad:  # something has to; its own gradient is never asked for
-            first = applied.tracked.index(True)
+        values, ours = bound.values, True in bound.tracked
+        if ours and not x.requires_grad:  # the output needs a grad_fn: of this parameter no gradient is ever asked for
+            first = bound.tracked.index(True)
             values = [*values[:first], values[first].detach().requires_grad_(), *values[first + 1 :]]
-        y: Tensor = applied.rule.forward(applied.options, x, *values)[0]
+        y: Tensor = bound.rule.forward(bound.options, x, *values)[0]
         if ours and y.requires_grad:
             made, shape = y, None
             if is_view(y):  # where `fn` changes it in place, the gradient passes by a view's own edge
@@ -128,54 +133,54 @@ class Tape:
             node = made.grad_fn
             assert node is not None
             self.edges.append(GradientEdge(node, made.output_nr))
-            self.calls.append((applied, x, version_of(x), applied.versions, shape))
+            self.calls.append((bound, x, version_of(x), bound.versions, shape))
             self.held += y.nbytes
         return y
 
     def backward(self, cotangents: Sequence[Tensor | None]) -> None:
         """The factors of all calls, from the gradients at `edges`; the last call first, as the backward met them."""
-        for (applied, x, version, versions, shape), g in zip(reversed(self.calls), reversed(cotangents), strict=True):
+        for (bound, x, version, versions, shape), g in zip(reversed(self.calls), reversed(cotangents), strict=True):
             if g is not None:
-                if (version_of(x) != version and applied.rule.keeps_input) or applied.versions != versions:
-                    applied.refuse_changes()
-                applied.backward(g if shape is None else g.reshape(shape), x, applied.values, (), False)
+                if (version_of(x) != version and bound.rule.keeps_input) or bound.versions != versions:
+                    bound.refuse_changes()
+                bound.backward(g if shape is None else g.reshape(shape), x, bound.values, (), False)
 
 
 class _Apply(torch.autograd.Function):
-    """A rule on (N, ...) tensors in ordinary autograd: factors go to the sink, never through the graph.
+    """A rule on (N, ...) tensors in ordinary autograd: factors go to the collector, never through the graph.
 
     `anchor` is what makes the output require a gradient where the input does not.
     """
 
     @staticmethod
-    def forward(ctx: Any, applied: Applied, dtype: torch.dtype | None, x: Tensor, anchor: Any) -> Any:
-        rule, values = applied.rule, applied.values
+    def forward(ctx: Any, bound: BoundRule, dtype: torch.dtype | None, x: Tensor, anchor: Any) -> Any:
+        rule, values = bound.rule, bound.values
         if dtype is not None:
             values = [None if v is None else v.to(dtype) for v in values]
-        y, saved = rule.forward(applied.options, x, *values)
+        y, saved = rule.forward(bound.options, x, *values)
         ctx.save_for_backward(x if rule.keeps_input else x.new_empty(1).expand(x.shape), *saved)
-        ctx.applied, ctx.values, ctx.versions = applied, values, applied.versions
+        ctx.bound, ctx.values, ctx.versions = bound, values, bound.versions
         return y.data if is_view(y) else y  # a view made in here could not be changed in place by `fn`
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        applied = ctx.applied
+        bound = ctx.bound
         x, *saved = ctx.saved_tensors
-        if applied.versions != ctx.versions:
-            applied.refuse_changes()
-        return None, None, applied.backward(g, x, ctx.values, saved, ctx.needs_input_grad[2]), None
+        if bound.versions != ctx.versions:
+            bound.refuse_changes()
+        return None, None, bound.backward(g, x, ctx.values, saved, ctx.needs_input_grad[2]), None
 
 
 _apply = autograd.direct_apply(_Apply)
 
 
-def apply(applied: Applied, tape: Tape, anchor: Tensor | None, x: Tensor) -> Tensor:
+def apply(bound: BoundRule, deferred: DeferredCalls, anchor: Tensor | None, x: Tensor) -> Tensor:
     """The rule's output (N, ...) for the input (N, ...)."""
     if not autograd.is_autocasting() or not torch.is_autocast_enabled(x.device.type):
-        if tape.takes(applied.rule, x):
-            return tape.run(applied, x)
-        return _apply(applied, None, x, anchor if True in applied.tracked else None)  # type: ignore[no-any-return]
-    device, dtype, kind = x.device.type, None, applied.rule.autocast
+        if deferred.takes(bound.rule, x):
+            return deferred.run(bound, x)
+        return _apply(bound, None, x, anchor if True in bound.tracked else None)  # type: ignore[no-any-return]
+    device, dtype, kind = x.device.type, None, bound.rule.autocast
     if kind.endswith(" off the CPU"):
         kind = "keep" if device == "cpu" else kind.removesuffix(" off the CPU")
     if kind == "lower" and x.dtype != torch.float64:
@@ -184,5 +189,113 @@ def apply(applied: Applied, tape: Tape, anchor: Tensor | None, x: Tensor) -> Ten
     elif kind == "float32" and x.dtype != torch.float64:
         x = x.float()
     with torch.autocast(device, enabled=False):
-        y: Tensor = _apply(applied, dtype, x, anchor if True in applied.tracked else None)
+        y: Tensor = _apply(bound, dtype, x, anchor if True in bound.tracked else None)
     return y
+
+
+# ---- a call of a function that has a rule ----------------------------------------------------------------
+
+
+def run_rule(mode: "Mode", rule: Entry, func: Any, args: Any, kwargs: Any, operands: "Operands") -> Any:
+    """The rule's way with a call, or vmap's where the rule does not fit."""
+    params = operands.params
+    if not params:
+        plain = isinstance(rule, Rule) and rule.only_params  # as good without parameters
+        if plain or not operands.samples:
+            return func(*args, **kwargs)
+    if isinstance(rule, Composite):
+        with mode:  # its parts come to the mode again
+            return rule.run(*args, **kwargs)
+    if levels.current_level() != mode.level:
+        return _left_to_vmap(mode, func, args, kwargs, params, "inside another transform")
+    if isinstance(rule, BatchFold):
+        return _run_folded(mode, rule, func, args, kwargs, params)
+    if not operands.samples and rule.only_params:  # a weight made of weights, not a weight at work
+        if mode.options.of_params_per_sample:
+            why = "a function of parameters is changed in place"
+            return _left_to_vmap(mode, func, args, kwargs, params, why)
+        return run_once(mode, func, args, kwargs, params)
+    try:
+        given = operands.resolved
+        if kwargs:
+            named = dict(zip(kwargs, given[len(args) :], strict=True))
+            call = rule.bind(*given[: len(args)], **named)
+        else:
+            call = rule.bind(*given)
+    except PsgradError:
+        raise
+    except TypeError:  # a wrong call: torch's own message is the better one
+        return func(*args, **kwargs)
+    if isinstance(call, Decline):
+        return _left_to_vmap(mode, func, args, kwargs, params, call.reason)
+    bound = BoundRule(rule, call.options, call.params, mode.collector)
+    if bound.is_complex or call.x.dtype.is_complex:
+        return _left_to_vmap(mode, func, args, kwargs, params, "complex numbers")
+    of_params = not operands.samples and not bound.constants and isinstance(call.x, Param)
+    if of_params and not mode.options.of_params_per_sample:
+        return run_once(mode, func, args, kwargs, params)  # a standardised weight, say
+    for constant in bound.constants:
+        if levels.is_batched(constant, mode.level):
+            return _left_to_vmap(mode, func, args, kwargs, params, "the weight differs between samples")
+    if not mode.recomputing:
+        for param in params:
+            param.source.uses += 1
+    if mode.log is not None:
+        others = [p for p in call.others if isinstance(p, Param)]
+        bound.use = mode.record(func, [p for p in params if p not in others], rule.name)
+        mode.record(func, others, None, "an input of the op, not its weight")
+    lowered = [mode.lower(t) for t in call.others] if call.others else ()
+    return levels.wrap(levels.below(_run_bound, mode, call, bound, mode.lower(call.x), *lowered), mode.level)
+
+
+def _run_bound(mode: "Mode", call: Call, bound: BoundRule, x: Tensor, *others: Tensor | None) -> Tensor:
+    """A rule's call on the plain (N, ...) input."""
+    if call.before is not None:
+        x = call.before(x, *others)
+    y = apply(bound, mode.deferred, mode.anchor, x)
+    return y if call.after is None else call.after(y, *others)
+
+
+def _run_folded(mode: "Mode", rule: BatchFold, func: Any, args: Any, kwargs: Any, params: list[Param]) -> Any:
+    """An op without parameters, with the sample axis folded into its own batch axis."""
+    try:
+        bound = rule.bind(mode.randomness, *args, **kwargs)
+    except TypeError:  # a wrong call: torch's own message is the better one
+        return func(*args, **kwargs)
+    if isinstance(bound, Decline):
+        return _left_to_vmap(mode, func, args, kwargs, params, bound.reason)
+    if params:
+        mode.unruled(func, params, "folded into the batch; no rule for a parameter here")
+    tensors, options = bound
+    return levels.wrap(levels.below(rule.run, options, *map(mode.lower, tensors)), mode.level)
+
+
+def _left_to_vmap(mode: "Mode", func: Any, args: Any, kwargs: Any, params: list[Param], reason: str) -> Any:
+    """The call as vmap does it: exact, dense."""
+    mode.unruled(func, params, reason)
+    return func(*args, **kwargs)
+
+
+def ask_op(mode: "Mode", func: Any, args: Any, kwargs: Any) -> None:
+    """Raise what `func` itself says of a call at which a rule failed: then the call is wrong, not the rule.
+
+    Sample by sample, without vmap, which may have reasons of its own to refuse.
+    """
+    if not mode.is_innermost:
+        return
+
+    def one(value: Any, i: int) -> Any:
+        if type(value) in (list, tuple):
+            return type(value)([one(v, i) for v in value])
+        return levels.lower(value, mode.n, mode.level)[i].detach().clone() if isinstance(value, Tensor) else value
+
+    def ask() -> None:
+        for i in range(mode.n):
+            func(*[one(a, i) for a in args], **{k: one(v, i) for k, v in kwargs.items()})
+
+    try:
+        with torch.no_grad():
+            levels.below(ask)
+    except Exception as error:
+        mode.settled = error
+        raise error from None

@@ -1,56 +1,27 @@
 """FactoredGrads: per-sample gradients that are not written out, and what can be asked of them."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, Generic, Literal, NamedTuple, overload
+from typing import Any, Generic, Literal, overload
 
 import optree
 import torch
 from torch import Tensor
 
-from ..annotations import Nonfinite, P
-from ..engine.problem import paths
+from ..annotations import Nonfinite, P, Randomness
+from ..engine.batched import Outcome
+from ..engine.problem import Problem, paths
+from ..engine.validate import validated
 from ..errors import ArgumentError, ArgumentTypeError
-from ..factors import huge_pages as _alloc
-from ..factors import plain_data as _saved
-from ..factors.base import NormMemo
-from ..factors.numerics import cast, norm_of_norms, wide, widest
-from ..factors.sum import Sum
-from ..torch_ import tracing
+from ..factors import huge_pages, plain_data
+from ..factors.numerics import cast, widest
+from ..streaming.blocks import Block, Meta, add_sums, blocks_joined, gathered, norms_of_block, norms_of_param
+from ..streaming.stream import Quantity, Run, blocks_of, metas, refuse_inside_transforms, stream
 from ..torch_.compiler import uncompiled
 from ..torch_.storage import identity_of, storage_of
-
-
-class Meta(NamedTuple):
-    """A parameter but for its numbers."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-    def new(self) -> Tensor:
-        """Zeros like the parameter, in the dtype for sums."""
-        return torch.zeros(self.shape, dtype=wide(self.dtype), device=self.device)
-
-
-@dataclass(eq=False, slots=True)  # not frozen, which costs; nobody changes one
-class Block:
-    """Samples that ran together: their places, and what is kept of each parameter's gradients."""
-
-    index: Tensor | None  # (n,) among all samples; None: all, in order
-    sums: tuple[Sum | None, ...]  # None: all gradients are zero
-    small: bool = False  # so little is held that the order of sums does not matter
-
-    def each(self, change: Callable[[Tensor], Tensor]) -> "Block":
-        index = None if self.index is None else change(self.index)
-        return Block(index, tuple(None if own is None else own.each(change) for own in self.sums), self.small)
-
-    def without_graph(self) -> "Block":
-        """The same, with gradients that are still to be pulled back written out."""
-        return Block(self.index, tuple(None if own is None else own.without_graph() for own in self.sums), self.small)
+from .clipping import bounds_of, check_nonfinite, clip_weights, finite_of, norms_under, refuse_nonfinite
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -169,7 +140,8 @@ class FactoredGrads(Generic[P]):
     def variance(self) -> P:
         """The unbiased variance over samples of every number of the parameters; NaN for fewer than two samples."""
         mean = [t / self._n for t in self._sums(None)]
-        return self._typed([t / (self._n - 1) if self._n > 1 else t * torch.nan for t in self._spread(mean)])
+        below = self._n - 1 if self._n > 1 else torch.nan
+        return self._typed([t / below for t in self._squared_deviations(mean)])
 
     def _typed(self, leaves: Sequence[Tensor]) -> P:
         return self._tree([cast(t, m.dtype) for t, m in zip(leaves, self._metas, strict=True)])
@@ -189,11 +161,11 @@ class FactoredGrads(Generic[P]):
             add_sums(block, weights, totals)
         return [meta.new() if t is None else t for t, meta in zip(totals, self._metas, strict=True)]
 
-    def _spread(self, mean: Sequence[Tensor]) -> list[Tensor]:
+    def _squared_deviations(self, mean: Sequence[Tensor]) -> list[Tensor]:
         """The sums of squared differences from `mean`."""
         totals = [meta.new() for meta in self._metas]
         for block in self._blocks:
-            n = self._n if block.index is None else len(block.index)
+            n = self._n if block.places is None else len(block.places)
             for total, own, m in zip(totals, block.sums, mean, strict=True):
                 total += n * m.square() if own is None else own.squared_deviations(m)
         return totals
@@ -213,7 +185,7 @@ class FactoredGrads(Generic[P]):
 
         def against(block: Block) -> Tensor:
             return other._gathered(
-                (other._n, self._n if block.index is None else len(block.index)),
+                (other._n, self._n if block.places is None else len(block.places)),
                 lambda b: added(
                     [x.dots(y) for x, y in zip(b.sums, block.sums, strict=True) if x is not None and y is not None]
                 ),
@@ -226,15 +198,15 @@ class FactoredGrads(Generic[P]):
         leaves = []
         for i, (shape, dtype, device) in enumerate(self._metas):
             like = torch.empty(0, dtype=dtype, device=device)
-            out = _alloc.empty((self._n, *shape), like)
+            out = huge_pages.empty((self._n, *shape), like)
             for block in self._blocks:
                 own = block.sums[i]
-                if block.index is None:
+                if block.places is None:
                     _ = out.zero_() if own is None else own.dense(out)
                 elif own is None:
-                    out.index_fill_(0, block.index, 0)
+                    out.index_fill_(0, block.places, 0)
                 else:
-                    out.index_copy_(0, block.index, own.dense(_alloc.empty((len(block.index), *shape), like)))
+                    out.index_copy_(0, block.places, own.dense(huge_pages.empty((len(block.places), *shape), like)))
             leaves.append(out)
         return self._tree(leaves)
 
@@ -247,7 +219,7 @@ class FactoredGrads(Generic[P]):
         position = torch.arange(self._n, device=chosen.device)
         blocks = []
         for block in self._blocks:
-            places = position if block.index is None else block.index
+            places = position if block.places is None else block.places
             local = torch.full((self._n,), -1, device=chosen.device)
             local[places] = torch.arange(len(places), device=chosen.device)
             here = local[chosen]
@@ -291,27 +263,27 @@ class FactoredGrads(Generic[P]):
         return self  # nobody can change it
 
     def __getstate__(self) -> dict[str, Any]:
-        """Plain data (see _saved.py), without graphs, and without memory beyond the tensors that are held."""
+        """Plain data (see plain_data.py), without graphs, and without memory beyond the tensors that are held."""
         blocks = [block.without_graph().each(_Compact()) for block in self._blocks]
         return {
-            "format": _saved.FORMAT,
+            "format": plain_data.FORMAT,
             "samples": self._n,
-            "params": _saved.plain_spec(self._spec),
+            "params": plain_data.plain_spec(self._spec),
             # a tensor says dtype and device, and goes where torch.load's map_location sends it
             "metas": tuple((tuple(m.shape), torch.empty(0, dtype=m.dtype, device=m.device)) for m in self._metas),
-            "blocks": tuple((b.index, b.small, tuple(map(_saved.plain, b.sums))) for b in blocks),
+            "blocks": tuple((b.places, b.small, tuple(map(plain_data.plain, b.sums))) for b in blocks),
             "values": self.values,
             "aux": self.aux,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if state.get("format") != _saved.FORMAT:
-            raise _saved.unreadable(f"its format is {state.get('format')}, not {_saved.FORMAT}")
+        if state.get("format") != plain_data.FORMAT:
+            raise plain_data.unreadable(f"its format is {state.get('format')}, not {plain_data.FORMAT}")
         metas = tuple(Meta(torch.Size(shape), like.dtype, like.device) for shape, like in state["metas"])
         blocks = []
         for index, small, sums in state["blocks"]:
-            blocks.append(Block(index, tuple(map(_saved.rebuilt, sums)), small))
-        spec = _saved.rebuilt_spec(state["params"])
+            blocks.append(Block(index, tuple(map(plain_data.rebuilt, sums)), small))
+        spec = plain_data.rebuilt_spec(state["params"])
         found = FactoredGrads(tuple(blocks), metas, spec, state["samples"], state["values"], state["aux"])
         vars(self).update(vars(found))
 
@@ -406,18 +378,6 @@ def _check_alike(first: FactoredGrads, fg: FactoredGrads, k: int) -> None:
             )
 
 
-def blocks_joined(parts: Sequence[tuple[Sequence[Block], int]], device: torch.device) -> tuple[Block, ...]:
-    """The blocks of several sets of samples, given with their sizes, as blocks of all of them behind one another."""
-    if len(parts) == 1:
-        return tuple(parts[0][0])
-    blocks, start = [], 0
-    for own, n in parts:
-        places = torch.arange(start, start + n, device=device)
-        blocks += [Block(places if b.index is None else places[b.index], b.sums, b.small) for b in own]
-        start += n
-    return tuple(blocks)
-
-
 for _method in (
     "norms",
     "weighted_sum",
@@ -431,196 +391,6 @@ for _method in (
     "__getitem__",
 ):
     uncompiled(getattr(FactoredGrads, _method))
-
-
-def gathered(
-    blocks: Sequence[Block],
-    lead: tuple[int, ...],
-    quantity: Callable[[Block], Tensor | None],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
-    """Rows of every block at the places of their samples; None are zeros."""
-    if len(blocks) == 1 and blocks[0].index is None:
-        found = quantity(blocks[0])
-        if found is not None:
-            return cast(found, dtype)
-    out = torch.zeros(lead, dtype=dtype, device=device)
-    for block in blocks:
-        found = quantity(block)
-        if found is not None:
-            where = slice(None) if block.index is None else block.index
-            out[where] = found.to(dtype)
-    return out
-
-
-def norms_of_param(i: int, block: Block) -> Tensor | None:
-    own = block.sums[i]
-    return None if own is None else own.norms()
-
-
-def norms_of_block(block: Block) -> Tensor | None:
-    memo = NormMemo()
-    return norm_of_all([None if own is None else own.norms_with(memo) for own in block.sums])
-
-
-def add_sums(
-    block: Block, weights: Sequence[Tensor] | None, totals: list[Tensor | None], counted: bool = False
-) -> None:
-    """The weighted sums of a block's gradients, added to `totals`. `counted`: no weight is 0, or it does not matter.
-
-    Where nobody else holds the block, memory falls with each sum: first those that free more than they take, then the
-    others by what they free. For the MLP of the benchmarks a peak of 9.6 MB in place of 14.7.
-    """
-    index, order = block.index, list(range(len(block.sums)))
-    if not block.small:
-        order.sort(key=[_freed(own) for own in block.sums].__getitem__)
-    sums: list[Sum | None] = list(block.sums)
-    del block
-    given = w = there = None
-    for i in order:
-        own, sums[i] = sums[i], None
-        if own is None:  # zeros
-            continue
-        if weights is not None and weights[i] is not given:  # most parameters share their weights
-            given = weights[i]
-            w, there = _counting(given, index, counted)
-        if there is not None:
-            own = own.select(there) if len(there) else None
-        if own is not None:
-            total = totals[i]
-            if total is None:
-                totals[i] = own.weighted_sum(w)
-            else:
-                own.add_weighted(total, w)
-
-
-def _freed(own: Sum | None) -> tuple[bool, int]:
-    held = 0 if own is None else sum([t.nbytes for t in own.tensors()])
-    return own is not None and held < 4 * prod(own.whole), -held
-
-
-def _counting(w: Tensor, index: Tensor | None, counted: bool) -> tuple[Tensor, Tensor | None]:
-    """The weights of a block's samples; where some are 0, those of the others, and which they are."""
-    w = w if index is None else w[index]
-    if counted or w.is_meta or not bool((w == 0).any()):
-        return w, None
-    there = w.nonzero()[:, 0]
-    return w[there], there
-
-
-def clip_weights(norms: Tensor, max_norm: Any, finite: Tensor | None, nonfinite: str) -> Tensor:
-    """What makes norms at most `max_norm`; samples that are not finite count 0, or NaN to let them through."""
-    if not isinstance(max_norm, Tensor):  # which is 2 us cheaper to divide than a number
-        max_norm = norms.new_full((), min(max_norm, torch.finfo(norms.dtype).max))
-    w = torch.div(max_norm, norms).clamp_(max=1)
-    return w if finite is None else w.masked_fill(~finite, torch.nan if nonfinite == "propagate" else 0.0)
-
-
-def finite_of(norms: Sequence[Tensor], nonfinite: str) -> Tensor | None:
-    """Which samples have norms (N,) that are all finite; None: every one."""
-    if tracing.can_look(norms[0]):
-        if all([math.isfinite(t.sum()) for t in norms]):  # noqa: C419, a third less
-            return None
-    elif nonfinite != "propagate":
-        why, where = "and ops are being recorded", "under make_fx and its like"
-        if norms[0].is_meta:
-            why, where = "which meta tensors do not have", "for shapes alone"
-        raise ArgumentError(f'nonfinite={nonfinite!r} depends on numbers, {why}\n  say nonfinite="propagate" {where}.')
-    return torch.stack(list(norms)).isfinite().all(0)
-
-
-def refuse_nonfinite(finite: Tensor) -> None:
-    """Raise for the samples that are not finite, if any."""
-    bad = (~finite).nonzero()[:, 0].tolist()
-    if bad:
-        shown = ", ".join(map(str, bad[:10])) + (f", ... ({len(bad)} in all)" if len(bad) > 10 else "")
-        raise ArgumentError(
-            f"the gradients of {'samples' if len(bad) > 1 else 'sample'} {shown} are not finite\n"
-            '  leave them out with nonfinite="zero", or let them through with nonfinite="propagate".'
-        )
-
-
-def check_nonfinite(nonfinite: object) -> None:
-    if nonfinite not in ("raise", "zero", "propagate"):
-        raise ArgumentError(
-            f'nonfinite={nonfinite!r} is not one of "raise", "zero", "propagate"\n'
-            "  raise: an error that names the samples; zero: they do not count; propagate: the sum is NaN."
-        )
-
-
-def check_max_norm(max_norm: Any, where: str = "max_norm") -> Any:
-    """A positive number, or a tensor of one."""
-    number = isinstance(max_norm, (int, float)) and not isinstance(max_norm, bool)
-    if not number and not (isinstance(max_norm, Tensor) and max_norm.numel() == 1 and not max_norm.is_complex()):
-        raise ArgumentTypeError(f"{where} is a {type(max_norm).__name__}, not a number\n  give a positive number.")
-    if (number or tracing.can_look(max_norm)) and not float(max_norm) > 0:
-        raise ArgumentError(f"{where}={float(max_norm)} is not positive\n  give a positive number; inf clips nothing.")
-    return max_norm.detach().reshape(()) if isinstance(max_norm, Tensor) else max_norm
-
-
-def bounds_of(max_norm: Any, params: Any, count: int) -> tuple[list[Any], optree.PyTreeSpec | None, list[int]]:
-    """The bounds, their tree where they are one, and which of them each of `count` parameters is under.
-
-    Of `params` only the structure counts.
-    """
-    if isinstance(max_norm, (float, int)):
-        return [check_max_norm(max_norm)], None, [0] * count
-    leaves, spec = optree.tree_flatten(max_norm)
-    if spec.is_leaf():
-        return [check_max_norm(max_norm)], None, [0] * count
-    names = paths(spec, "max_norm")
-    bounds = [check_max_norm(leaf, name) for leaf, name in zip(leaves, names, strict=True)]
-    numbers: Any = optree.tree_unflatten(spec, list(range(len(leaves))))
-    if isinstance(max_norm, dict) and all(isinstance(k, int) for k in numbers.values()):
-        keys = _flat_keys(params, count)
-        if keys is not None:
-            return bounds, spec, _by_name(numbers, keys)
-    try:
-        return bounds, spec, optree.broadcast_prefix(numbers, params)
-    except (ValueError, TypeError):
-        raise ArgumentError(
-            f"max_norm does not fit params\n  max_norm: {spec}\n  params: {optree.tree_structure(params)}\n"
-            "  give one number, or a pytree prefix of params."
-        ) from None
-
-
-def _flat_keys(params: Any, count: int) -> list[str] | None:
-    """The names of parameters in a dict from name to tensor, in the order of the leaves; None for any other tree."""
-    if not isinstance(params, dict) or len(params) != count:
-        return None
-    tree: Any = params  # of tensors, which optree's types do not know
-    keys = [path[0] for path in optree.tree_paths(tree) if len(path) == 1 and isinstance(path[0], str)]
-    return keys if len(keys) == count else None
-
-
-def _by_name(numbers: dict[str, int], names: Sequence[str]) -> list[int]:
-    """For parameters called like "encoder.weight": the bound with that name, or with that of a module above."""
-    group = []
-    for name in names:
-        above = [key for key in numbers if name == key or name.startswith(f"{key}.")]
-        if not above:
-            raise ArgumentError(
-                f"max_norm has no bound for {name!r}\n  give one for the parameter, or for a module above it."
-            )
-        group.append(numbers[max(above, key=len)])
-    if unused := [key for key, k in numbers.items() if k not in group]:
-        raise ArgumentError(f"max_norm has {unused[0]!r}, under which there is no parameter\n  leave it out.")
-    return group
-
-
-def norms_under(each: Sequence[Tensor], group: Sequence[int], count: int) -> list[Tensor]:
-    """Norms (N,) over the parameters under each of `count` bounds, from those of each parameter."""
-    under = [[t for t, k in zip(each, group, strict=True) if k == bound] for bound in range(count)]
-    return [norm_of_norms(ts) if ts else torch.zeros_like(each[0]) for ts in under]
-
-
-def norm_of_all(norms: Sequence[Tensor | None]) -> Tensor | None:
-    """The norms of all parameters together; None where all gradients are zero."""
-    there = [t for t in norms if t is not None]
-    if len({t.device for t in there}) > 1:
-        there = [t.to(there[0].device) for t in there]
-    return norm_of_norms(there) if there else None
 
 
 def added(parts: Sequence[Tensor | None]) -> Tensor | None:
@@ -652,7 +422,7 @@ class _Layout:
 
     def _key(self) -> Any:
         sums = tuple(tuple(None if own is None else own.layout() for own in block.sums) for block in self.blocks)
-        return sums, tuple(block.index is None for block in self.blocks), self.metas, self.spec, self.n
+        return sums, tuple(block.places is None for block in self.blocks), self.metas, self.spec, self.n
 
 
 def _flatten(fg: FactoredGrads) -> tuple[tuple[Any, ...], _Layout]:
@@ -674,3 +444,98 @@ def _unflatten(layout: _Layout, children: Sequence[Any]) -> FactoredGrads:
 
 
 optree.register_pytree_node(FactoredGrads, _flatten, _unflatten, namespace=optree.registry.__GLOBAL_NAMESPACE)  # type: ignore[arg-type]
+
+# ---- the public function ---------------------------------------------------------------------------------
+
+
+@uncompiled
+def factored_grads(
+    fn: Callable[..., Any],
+    params: P,
+    batch: Any,
+    *,
+    in_dims: Any = 0,
+    has_aux: bool = False,
+    chunk_size: int | None = None,
+    max_bytes: int | float | str | None = None,
+    randomness: Randomness = "different",
+) -> FactoredGrads[P]:
+    """Per-sample gradients that are not written out, to ask any number of questions of.
+
+    >>> model = torch.nn.Linear(100, 50)
+    >>> fn, params = psgrad.from_module(model, torch.nn.functional.cross_entropy)
+    >>> fg = psgrad.factored_grads(fn, params, (torch.randn(8, 100), torch.randint(50, (8,))))
+    >>> fg
+    FactoredGrads(8 samples x 5,050 parameters, holding 4,800 bytes; dense 161,600)
+    >>> fg.norms().shape, fg.dots().shape, fg.clipped_sum(1.0)["weight"].shape
+    (torch.Size([8]), torch.Size([8, 8]), torch.Size([50, 100]))
+
+    One forward and one backward. What is held are the inputs of layers and the gradients of their outputs, or
+    the gradients themselves where these are smaller: for a linear layer N x (I + O) numbers in place of
+    N x I x O.
+
+    Args:
+        fn, params, batch, in_dims, has_aux, randomness: as for `per_sample_grads`.
+        chunk_size: how many samples to run at once. The factors of all chunks are kept.
+        max_bytes: a bound on what is allocated beyond inputs and result; the chunk size is worked out from it.
+
+    Returns:
+        A `FactoredGrads`; its `values` are the losses, its `aux` what `fn` returned besides.
+    """
+    refuse_inside_transforms("factored_grads")
+    problem = validated(
+        fn,
+        params,
+        batch,
+        in_dims=in_dims,
+        randomness=randomness,
+        has_aux=has_aux,
+        save_memory=max_bytes is not None,
+        lasting=True,
+    )
+    parts, outcome = stream(Factors(), problem, chunk_size=chunk_size, max_bytes=max_bytes)
+    blocks = blocks_joined(parts, problem.params[0].device)
+    return _owned(_asked(problem, blocks, outcome), problem)
+
+
+class Factors(Quantity[list[tuple[list[Block], int]], list[tuple[list[Block], int]]]):
+    """The factors of all chunks, kept; with the number of samples of each."""
+
+    name = "factored"
+
+    def start(self, whole: Problem, step: int) -> list[tuple[list[Block], int]]:
+        return []
+
+    def add(self, state: list[tuple[list[Block], int]], rows: slice, chunk: Problem, run: Run) -> Outcome:
+        blocks, outcome = blocks_of(chunk, run)
+        state.append((blocks, chunk.n))
+        return outcome
+
+    def finish(self, state: list[tuple[list[Block], int]]) -> list[tuple[list[Block], int]]:
+        return state
+
+
+def factored_chunk(chunk: Problem, run: Run) -> tuple[FactoredGrads, Outcome]:
+    """The factors of a chunk, to ask questions of; and what came out besides, to be joined with that of others."""
+    blocks, outcome = blocks_of(chunk, run)
+    return _asked(chunk, blocks, outcome), outcome
+
+
+def _asked(problem: Problem, blocks: Sequence[Block], outcome: Outcome) -> FactoredGrads:
+    """What is kept of all samples, and what came out besides, as one object."""
+    aux = optree.tree_unflatten(outcome.aux_spec, outcome.aux) if outcome.aux_spec is not None else None
+    return FactoredGrads(tuple(blocks), metas(problem), problem.params_spec, problem.n, outcome.values, aux)
+
+
+def _owned(fg: FactoredGrads, problem: Problem) -> FactoredGrads:
+    """The same without memory that is the caller's, who may change it."""
+    theirs = {storage_of(t) for t in (*problem.params, *problem.batch) if isinstance(t, Tensor)}
+
+    def owned(t: Tensor) -> Tensor:
+        if len(t) > 1 and t.stride(0) == 0:  # the same for all samples: a parameter, or what fn closes over
+            return t[:1].clone().expand(t.shape)
+        # a single row has no stride that would tell
+        return t.clone() if len(t) == 1 or storage_of(t) in theirs else t
+
+    blocks = [block.each(owned) for block in fg._blocks]
+    return FactoredGrads(tuple(blocks), fg._metas, fg._spec, fg._n, fg.values, fg.aux)

@@ -1,4 +1,4 @@
-"""The public functions: check the call, choose a chunk size, run the engine, put the rows together."""
+"""per_sample_grads: the gradients themselves, written out."""
 
 from collections.abc import Callable
 from typing import Any, Literal, overload
@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from ..annotations import P, Randomness
-from ..engine import ladder as _engine
-from ..engine import problem as _problem
+from ..composable import composed
+from ..engine.batched import Outcome
 from ..engine.collectors import DenseCollector
+from ..engine.ladder import differentiating, join, no_outcome
 from ..engine.problem import Problem, paths
+from ..engine.validate import is_nested, validated
 from ..errors import ArgumentError, ArgumentTypeError
-from ..factors import huge_pages as _alloc
-from ..ops import use_rules
-from ..streaming import budget as _memory
-from ..torch_ import levels
+from ..factors import huge_pages
+from ..streaming.stream import Quantity, Run, fold, plan
 from ..torch_.compiler import uncompiled
 from ..torch_.storage import first_clash, is_distinct, storage_of
 
@@ -117,16 +117,20 @@ def per_sample_grads(
             names the path and the remedy.
         UnsupportedOpError: an op uses a parameter in a way that has no per-sample gradient.
     """
-    problem = _problem.make(
-        fn, params, batch, in_dims=in_dims, randomness=randomness, has_aux=has_aux, frugal=max_bytes is not None
+    problem = validated(
+        fn, params, batch, in_dims=in_dims, randomness=randomness, has_aux=has_aux, save_memory=max_bytes is not None
     )
     buffers = _buffers(out, problem) if out is not None else None
-    step = step_of(problem, chunk_size, max_bytes, grads_work)
-    if levels.current_level() is not None:
+    quantity = Grads(buffers)
+    step = plan(quantity, problem, chunk_size, max_bytes)
+    assert isinstance(step, int)
+    if is_nested():
         grads, outcome = composed(problem, step)
+    elif problem.n == 0:
+        grads, outcome = buffers or [p.new_empty(0, *p.shape) for p in problem.params], no_outcome(problem)
     else:
-        with _engine.differentiating(problem):
-            grads, outcome = _chunked(problem, step, buffers)
+        with differentiating(problem):
+            grads, outcome = fold(quantity, problem, step)
     if buffers is not None:
         for target, rows in zip(optree.tree_leaves(out), grads, strict=True):
             if not (target.is_contiguous() and target.data_ptr() == rows.data_ptr()):
@@ -141,28 +145,50 @@ def per_sample_grads(
     return result, (outcome.values, aux) if return_value else aux
 
 
-def step_of(
-    problem: Problem,
-    chunk_size: int | None,
-    max_bytes: int | float | str | None,
-    work: Callable[[Problem], _memory.Work],
-) -> int:
-    """How many samples to run at once."""
-    if chunk_size is None and max_bytes is None:
-        return problem.n
-    bound = check_step(problem, chunk_size, max_bytes)
-    if bound is not None and problem.n > 0 and levels.current_level() is None:
-        return _memory.chunk_size(problem, bound, work)
-    return min(chunk_size or problem.n, problem.n)
+class Grads(Quantity[list[Any], list[Tensor]]):
+    """The gradients of all samples, written into `buffers` where they are given."""
 
+    name = "grads"
 
-def check_step(problem: Problem, chunk_size: int | None, max_bytes: int | float | str | None) -> int | None:
-    """The two options that say how many samples to run at once, checked; and the bound in bytes."""
-    _problem.check_positive("chunk_size", chunk_size)
-    bound = _memory.bytes_of(max_bytes, problem.params)
-    if chunk_size is not None and bound is not None:
-        raise ArgumentError("chunk_size and max_bytes are both given\n  give one: max_bytes works out a chunk size.")
-    return bound
+    def __init__(self, buffers: list[Tensor] | None = None) -> None:
+        self.buffers = buffers
+
+    def start(self, whole: Problem, step: int) -> list[Any]:
+        if self.buffers is not None:
+            return list(self.buffers)
+        if step < whole.n:
+            return [huge_pages.empty((whole.n, *p.shape), p) for p in whole.params]
+        return []  # the collector's own
+
+    def add(self, state: list[Any], rows: slice, chunk: Problem, run: Run) -> Outcome:
+        """The rows of a chunk, straight into the result; by way of memory of their own where samples part ways."""
+        targets = [t[rows] for t in state]
+        places: list[Tensor | None] = []
+        outcomes: list[Outcome] = []
+
+        def make(problem: Problem) -> DenseCollector:
+            return DenseCollector(problem.params, problem.n, targets if targets and problem is chunk else None)
+
+        for group in run(chunk, make):
+            found = group.collector.result()
+            places.append(group.places)
+            outcomes.append(group.outcome)
+            if group.places is None:
+                if not state:
+                    state.extend(found)
+                continue
+            if not state:
+                state.extend(huge_pages.empty((chunk.n, *p.shape), p) for p in chunk.params)
+            targets = targets or state
+            for target, own in zip(targets, found, strict=True):
+                target.index_copy_(0, group.places.to(target.device), own)
+        return join(outcomes, places)
+
+    def finish(self, state: list[Any]) -> list[Tensor]:
+        return state
+
+    def row_bytes(self, whole: Problem) -> int:
+        return sum(p.numel() * p.element_size() for p in whole.params)
 
 
 def _buffers(out: Any, problem: Problem) -> list[Tensor]:
@@ -193,7 +219,7 @@ def _buffers(out: Any, problem: Problem) -> list[Tensor]:
         with torch.inference_mode(False):
             direct = t.is_contiguous() and not t.is_inference()
             buffers.append(t.detach() if direct else torch.empty(want, dtype=t.dtype, device=t.device))
-    if levels.current_level() is None:  # inside a transform tensors do not say where their memory is
+    if not is_nested():  # inside a transform tensors do not say where their memory is
         _refuse_overlap(leaves, problem)
     return buffers
 
@@ -227,76 +253,3 @@ def _refuse_overlap(out: list[Tensor], problem: Problem) -> None:
 def _is_strided(t: Any) -> bool:
     """Whether `t` is a tensor with a storage, as sparse ones are not."""
     return isinstance(t, Tensor) and t.layout is torch.strided
-
-
-def _written(
-    problem: Problem, run: _memory.Run, buffers: list[Tensor] | None = None
-) -> tuple[list[Tensor], _engine.Outcome]:
-    """The gradients of all samples, into `buffers` where they are given."""
-    outcomes: list[_engine.Outcome] = []
-    places: list[Tensor | None] = []
-    whole = buffers or []
-
-    def take(part: "_engine.Part[DenseCollector]") -> None:
-        nonlocal whole
-        rows = part.sink.result()
-        outcomes.append(part.outcome)
-        places.append(part.index)
-        if part.index is None:
-            whole = rows
-            return
-        whole = whole or [_alloc.empty((problem.n, *p.shape), p) for p in problem.params]
-        for target, found in zip(whole, rows, strict=True):
-            target.index_copy_(0, part.index.to(target.device), found)
-
-    run(problem, lambda p: DenseCollector(p.params, p.n, buffers if p is problem else None), take)
-    return whole, _engine.join(outcomes, places)
-
-
-def _measured(problem: Problem, run: _memory.Run) -> object:
-    """`_written` as a chunk of a larger call does it: into memory that is there."""
-    return _written(problem, run, [p.new_empty(problem.n, *p.shape) for p in problem.params])
-
-
-def grads_work(problem: Problem) -> _memory.Work:
-    """per_sample_grads, for those who ask what it allocates."""
-    return _memory.Work("grads", _measured, sum(p.numel() * p.element_size() for p in problem.params))
-
-
-def _chunked(problem: Problem, step: int, buffers: list[Tensor] | None) -> tuple[list[Tensor], _engine.Outcome]:
-    """The engine over chunks of `step` samples, each writing its rows of the result."""
-    if problem.n == 0:
-        return _nothing(problem, buffers)
-    if step >= problem.n:
-        return _written(problem, _engine.run, buffers)
-    whole = buffers or [_alloc.empty((problem.n, *p.shape), p) for p in problem.params]
-    outcomes = []
-    for start in range(0, problem.n, step):
-        rows = slice(start, start + step)
-        outcomes.append(_written(problem.rows(rows), _engine.run, [t[rows] for t in whole])[1])
-    return whole, _engine.join(outcomes)
-
-
-def _nothing(problem: Problem, buffers: list[Tensor] | None) -> tuple[list[Tensor], _engine.Outcome]:
-    """The answer for no samples."""
-    return buffers or [p.new_empty(0, *p.shape) for p in problem.params], _engine.no_outcome(problem)
-
-
-def composed(problem: Problem, step: int) -> tuple[list[Tensor], _engine.Outcome]:
-    """Inside somebody else's transform: `vmap(grad(fn))` with the rules as composable Functions."""
-    spec: list[optree.PyTreeSpec | None] = [None]
-    batch = [t for t, b in zip(problem.batch, problem.batched, strict=True) if b]
-
-    def loss(params: list[Tensor], rows: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        each = iter(rows)
-        sample = [next(each) if b else t for t, b in zip(problem.batch, problem.batched, strict=True)]
-        out = problem.call(params, sample)
-        spec[0] = out.aux_spec
-        return out.loss, out.aux
-
-    per_sample = torch.func.grad_and_value(loss, has_aux=True)
-    with use_rules():
-        grads, (values, aux) = torch.vmap(
-            per_sample, in_dims=(None, 0), randomness=problem.randomness, chunk_size=step or None
-        )(problem.params, batch)
-    return grads, _engine.Outcome(values, aux, spec[0])

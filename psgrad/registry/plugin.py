@@ -19,7 +19,7 @@ from ..factors.base import Factor
 from ..torch_ import operators, tracing
 from ..torch_.autograd import FunctionCall
 from .params import Param
-from .rule import REDIRECTS, RULES, Call, Composite, Decline, Entry, Fold, Needs, Rule
+from .rule import REDIRECTS, RULES, BatchFold, Call, Composite, Decline, Entry, Needs, Rule
 
 _MEND = "mend the rule, or let its bind return Decline(reason) for such a call: plain vmap does it, exactly."
 _SEQUENCES, _OPERANDS = (tuple, list), (Tensor, Param)
@@ -93,7 +93,7 @@ def register(rule: Entry) -> Entry:
     Raises:
         ArgumentTypeError: it is no rule, or one of its functions is nothing that a rule can be for.
     """
-    if not isinstance(rule, Rule | Fold | Composite):
+    if not isinstance(rule, Rule | BatchFold | Composite):
         raise ArgumentTypeError(
             f"register takes a Rule, a Fold or a Composite, not a {type(rule).__name__}\n  make one of psgrad.extend's."
         )
@@ -189,7 +189,7 @@ def _guarded(rule: Entry, function: Any) -> Entry:
             forward=partial(_forward, rule),
             backward=partial(_backward, rule),
         )
-    if isinstance(rule, Fold):
+    if isinstance(rule, BatchFold):
         return rule._replace(bind=partial(_bind_fold, guard, rule), run=partial(_run_fold, guard, rule))
     return rule._replace(run=partial(guard.run, "run", rule.run))
 
@@ -343,7 +343,7 @@ def _backward(
     return gx, factors
 
 
-def _bind_fold(guard: Guard, rule: Fold, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], Any] | Decline:
+def _bind_fold(guard: Guard, rule: BatchFold, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], Any] | Decline:
     bound = guard.run("bind", rule.bind, *args, **kwargs)
     if isinstance(bound, Decline):
         return bound
@@ -355,6 +355,6 @@ def _bind_fold(guard: Guard, rule: Fold, *args: Any, **kwargs: Any) -> tuple[tup
     return bound[0], bound[1]
 
 
-def _run_fold(guard: Guard, rule: Fold, options: Any, *tensors: Tensor | None) -> Tensor:
+def _run_fold(guard: Guard, rule: BatchFold, options: Any, *tensors: Tensor | None) -> Tensor:
     n = next((len(t) for t in tensors if t is not None), 0)
     return _samples_first(guard, "run", guard.run("run", rule.run, options, *tensors), n)

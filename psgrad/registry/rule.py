@@ -81,7 +81,7 @@ class Rule:
     factors: tuple[str, ...] = ()  # the factor types it yields, for the table in the README
 
 
-class Fold(NamedTuple):
+class BatchFold(NamedTuple):
     """An op without parameters that is faster with the sample axis folded into its own batch axis.
 
     bind(randomness, *args, **kwargs) sorts the arguments into tensors and options, or declines;
@@ -102,7 +102,7 @@ class Composite(NamedTuple):
     run: Callable[..., Any]
 
 
-Entry = Rule | Fold | Composite
+Entry = Rule | BatchFold | Composite
 RULES: dict[Any, Entry] = {}
 # Functions whose arguments say which key of the table is meant: (func, args, kwargs) -> that key, and the call.
 REDIRECTS: dict[Any, Callable[[Any, Any, Any], tuple[Any, Any, Any]]] = {}

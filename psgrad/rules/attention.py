@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..registry.rule import Decline, Fold
+from ..registry.rule import BatchFold, Decline
 from ..torch_ import kernels
 
 
@@ -58,4 +58,4 @@ def _folded(t: Tensor) -> Tensor:
     return t[:, None] if t.dim() == 3 else t.flatten(0, 1) if t.dim() == 5 else t
 
 
-RULES = (Fold("scaled_dot_product_attention", (F.scaled_dot_product_attention,), bind_attention, attention),)
+RULES = (BatchFold("scaled_dot_product_attention", (F.scaled_dot_product_attention,), bind_attention, attention),)

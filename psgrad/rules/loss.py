@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..factors.numerics import folded
-from ..registry.rule import Decline, Fold
+from ..registry.rule import BatchFold, Decline
 from ..torch_ import kernels, levels, tracing
 
 
@@ -78,6 +78,6 @@ def _is_among(ignored: int, target: Tensor) -> bool:
 
 
 RULES = (
-    Fold("cross_entropy", (F.cross_entropy,), bind_cross_entropy, cross_entropy),
-    Fold("cross_entropy", (kernels.cross_entropy,), bind_cross_entropy_loss, cross_entropy),
+    BatchFold("cross_entropy", (F.cross_entropy,), bind_cross_entropy, cross_entropy),
+    BatchFold("cross_entropy", (kernels.cross_entropy,), bind_cross_entropy_loss, cross_entropy),
 )

@@ -9,25 +9,26 @@ import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import replace
 from decimal import Decimal
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..engine import ladder as _engine
-from ..engine.mode import Diverged
-from ..engine.op_loop import Unlooped
-from ..engine.problem import Problem, check_positive
+from ..engine.batched import run_together
+from ..engine.ladder import Group, collect, differentiating, generators_kept
+from ..engine.problem import Problem
+from ..engine.signals import Signal
+from ..engine.validate import check_positive
 from ..errors import ArgumentError, PsgradError
-from ..torch_.modules import reachable_modules
+from ..torch_.modules import buffers_of, reachable_modules
 from ..torch_.storage import identity_of, storage_of
 from ..torch_.tracing import FAKE_TENSOR_LOG, FakeTensorMode, TorchDispatchMode
 from .kernel_scratch import scratch
 
-Run = Callable[[Problem, Callable[[Problem], Any], Callable[[Any], None]], None]  # `_engine.run`, or a stand-in
+if TYPE_CHECKING:
+    from .stream import Quantity, Run
 
 _FAKE_LOG = logging.getLogger(FAKE_TENSOR_LOG)
 
@@ -78,14 +79,28 @@ def _unlogged() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _models_kept(fn: Any) -> Iterator[None]:
+    """Inside, modules may keep what they make, as caches that are filled on first use; afterwards it is gone again."""
+    homes = [home for module in reachable_modules([fn]) for home in (vars(module), buffers_of(module))]
+    before = [(home, dict(home)) for home in homes]
+    try:
+        yield
+    finally:
+        for home, held in before:
+            for key in [key for key in home if key not in held]:
+                del home[key]
+            home.update(held)
+
+
+@contextlib.contextmanager
 def fake(problem: Problem) -> Iterator[Problem]:
     """The same problem on tensors that have shapes and no memory. What `fn` closes over follows suit."""
-    with _unlogged(), FakeTensorMode(allow_non_fake_inputs=True) as mode, _engine.differentiating():
+    with _unlogged(), _models_kept(problem.fn), FakeTensorMode(allow_non_fake_inputs=True) as mode, differentiating():
 
         def faked(t: Any) -> Any:
             return mode.from_tensor(t, static_shapes=True) if isinstance(t, Tensor) else t
 
-        yield replace(problem, params=[faked(p) for p in problem.params], batch=[faked(t) for t in problem.batch])
+        yield problem._replace(params=[faked(p) for p in problem.params], batch=[faked(t) for t in problem.batch])
 
 
 def _first(problem: Problem, n: int) -> Problem:
@@ -93,7 +108,7 @@ def _first(problem: Problem, n: int) -> Problem:
     rows = min(len(t) for t, b in zip(problem.batch, problem.batched, strict=True) if b)
     if n > rows:
         batch = [_repeated(t, n) if b else t for t, b in zip(problem.batch, problem.batched, strict=True)]
-        problem = replace(problem, batch=batch, n=n)
+        problem = problem._replace(batch=batch, n=n)
     return problem.rows(slice(0, n)).copied()
 
 
@@ -111,50 +126,48 @@ def _order(t: Tensor) -> list[int]:
     return sorted(range(t.dim()), key=lambda d: -strides[d])
 
 
-class Work(NamedTuple):
-    """What a public function does with the samples that it runs at once."""
-
-    name: str
-    do: Callable[[Problem, Run], object]
-    result: int = 0  # bytes per sample that stay, and do not count
-    sums: int = 0  # bytes of the sums over samples that are the result
-    in_place: bool = False  # chunks add to one result, which `do` makes first; otherwise each has sums of its own
-
-
-def _peak(problem: Problem, work: Work, run: Run) -> int:
-    """Bytes that `work` allocates beyond its inputs and its result."""
-    inputs = [t for t in (*problem.params, *problem.batch) if isinstance(t, Tensor)]
+def _peak(whole: Problem, quantity: "Quantity[Any, Any]", size: int, run: "Run") -> int:
+    """Bytes that `quantity` allocates for its first `size` samples beyond its inputs and its result."""
+    rows = slice(0, size)
+    chunk = whole if size >= whole.n else whole.rows(rows)
+    inputs = [t for t in (*whole.params, *whole.batch, *chunk.batch) if isinstance(t, Tensor)]
+    quantity = quantity.rehearsal()
     with Meter(inputs) as meter:
-        kept = work.do(problem, run)
-    del kept
-    return max(0, int(meter.peak) - problem.n * work.result)
+        state = quantity.start(whole, size)
+        if quantity.looks_first:
+            quantity.look(state, chunk, run)
+            quantity.decide(state)
+        outcome = quantity.add(state, rows, chunk, run)
+        result = meter.alive
+    del state, outcome
+    return max(0, int(meter.peak - result))
 
 
-def _at_once(problem: Problem, sink: Callable[[Problem], Any], take: Callable[[Any], None]) -> None:
+def _at_once(problem: Problem, make: Callable[[Problem], Any]) -> Iterator[Group[Any]]:
     """All samples, or an error."""
-    found = sink(problem)
-    take(_engine.Part(None, found, _engine.vmapped(problem, found)))
+    collector = make(problem)
+    yield Group(None, collector, run_together(problem, collector))
 
 
-def peak_bytes(problem: Problem, n: int, work: Work, parted: bool = False) -> int:
-    """What `work` on n samples allocates beyond its inputs and its result.
+def peak_bytes(problem: Problem, size: int, samples: int, quantity: "Quantity[Any, Any]", parted: bool = False) -> int:
+    """What `quantity` allocates for `size` of `samples` samples at once, beyond its inputs and its result.
 
-    `parted`: also where samples disagree and each part holds results of its own before they are put
-    together. On shapes alone where `fn` allows it; where it looks at values, from runs on one and on two samples.
+    `parted`: also where samples disagree and each group holds results of its own before they are put together. On
+    shapes alone where `fn` allows it; where it looks at values, from runs on one and on two samples.
     """
-    whole = work.sums if work.in_place or n == problem.n else 0
     try:
         with fake(problem) as shapes:
-            return max(0, _peak(_first(shapes, n), work, _at_once) - whole)
+            return _peak(_first(shapes, samples), quantity, size, _at_once)
     except PsgradError:
         raise
-    except (Exception, Diverged, Unlooped):
-        problem = replace(problem, frugal=True)  # two samples are small, and so more would be held of each than of many
-        with _engine.differentiating(), _engine.generators_kept(problem):
-            run = partial(_engine.run, quiet=True)
-            one = _peak(_first(problem, 1), work, run)
-            two = _peak(_first(problem, 2), work, run) if n > 1 and problem.n > 1 else one
-        return max(0, one + (n - 1) * max(two - one, 0) - whole) + n * (work.result if parted else 0)
+    except (Exception, Signal):
+        problem = problem._replace(save_memory=True)  # two samples are small: more would be held of each than of many
+        with differentiating(), generators_kept(problem):
+            run = partial(collect, quiet=True)
+            one = _peak(_first(problem, 1 + (samples > size)), quantity, 1, run)
+            two = _peak(_first(problem, 2 + (samples > size)), quantity, 2, run) if size > 1 and problem.n > 1 else one
+        found: int = one + (size - 1) * max(two - one, 0) + (size * quantity.row_bytes(problem) if parted else 0)
+        return found
 
 
 # ---- a bound as people write it ----------------------------------------------------------------------------
@@ -333,32 +346,45 @@ def _even(n: int, most: int) -> int:
 class Plan:
     """What is known of one kind of call: peaks of a run of all samples, and of a chunk, which differ where sums do."""
 
-    def __init__(self, sums: bool) -> None:
+    def __init__(self, has_sums: bool) -> None:
         self.whole = Curve()
-        self.chunk = Curve() if sums else self.whole
+        self.chunk = Curve() if has_sums else self.whole
 
 
 _PLANS: "weakref.WeakKeyDictionary[Any, OrderedDict[Hashable, Plan]]" = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()
 
 
-def chunk_size(problem: Problem, max_bytes: int, work_of: Callable[[Problem], Work]) -> int:
+class TooLittle(NamedTuple):
+    """Not even one sample fits the bound."""
+
+    bound: int
+    least: int  # bytes that would do
+    need: str  # in words
+
+    def error(self) -> ArgumentError:
+        return ArgumentError(
+            f"max_bytes={self.bound:,} is too little: {self.need} {self.least:,}\n"
+            f"  give at least max_bytes={self.least}, or make the sample smaller."
+        )
+
+
+def chunk_size(problem: Problem, max_bytes: int, quantity: "Quantity[Any, Any]") -> int | TooLittle:
     """The most samples, or nearly, that can run at once within `max_bytes`; as even chunks as there can be.
 
     Planned once for samples of a shape: after a few calls another number of samples costs a look-up.
     """
 
     def measured(size: int, samples: int) -> int:
-        whole = replace(problem, n=samples)
-        return peak_bytes(whole, size, work_of(whole), True)
+        return peak_bytes(problem, size, samples, quantity, True)
 
-    plan = _plan_of(problem, work_of(problem))
+    plan = _plan_of(problem, quantity)
     whole = Bounded(plan.whole, max_bytes, lambda size: measured(size, size))
     chunk = Bounded(plan.chunk, max_bytes, lambda size: measured(size, size + 1))
     return chosen(problem.n, whole, chunk)
 
 
-def chosen(n: int, whole: Bounded, chunk: Bounded) -> int:
+def chosen(n: int, whole: Bounded, chunk: Bounded) -> int | TooLittle:
     """How many of n samples run at once: all, or the size of chunks."""
     if whole.holds(n):
         return n
@@ -371,26 +397,21 @@ def chosen(n: int, whole: Bounded, chunk: Bounded) -> int:
         found[n] = whole.peak(n)  # all at once, where chunks have sums of their own
     size = min(found, key=found.__getitem__)
     need = "one sample at a time needs" if size == 1 else f"{size} samples at a time need"
-    error = ArgumentError(
-        f"max_bytes={whole.bound:,} is too little: {need} {found[size]:,}\n"
-        f"  give at least max_bytes={found[size]}, or make the sample smaller."
-    )
-    error.least = found[size]
-    raise error
+    return TooLittle(whole.bound, found[size], need)
 
 
-def _plan_of(problem: Problem, work: Work) -> Plan:
+def _plan_of(problem: Problem, quantity: "Quantity[Any, Any]") -> Plan:
     """The plan for problems that differ in the number of samples alone; a new one where `fn` takes no weak reference.
 
     A plan is a choice of memory, never of the answer: safe to remember.
     """
     fn: Any = problem.fn
-    new, signature = Plan(work.sums > 0), _signature(problem)
+    new, signature = Plan(quantity.has_sums), _signature(problem)
     try:
         owner, method = fn, None
         if isinstance(fn, types.MethodType):  # is made anew whenever it is looked up
             owner, method = fn.__self__, weakref.ref(fn.__func__)
-        key = method, work.name, signature
+        key = method, quantity.name, signature
         with _LOCK:
             plans = _PLANS.setdefault(owner, OrderedDict())
             plan = plans.setdefault(key, new)
@@ -406,7 +427,7 @@ def _signature(problem: Problem) -> tuple[Hashable, ...]:
     """All but the number of samples that may change what a run allocates."""
     params = tuple([(p.shape, p.stride(), p.dtype, p.device) for p in problem.params])
     batch = tuple([_leaf(t, b) for t, b in zip(problem.batch, problem.batched, strict=True)])
-    options = problem.randomness, problem.has_aux, problem.frugal
+    options = problem.randomness, problem.has_aux, problem.save_memory
     return problem.params_spec, params, problem.batch_spec, batch, options, _settings(problem), _training(problem.fn)
 
 

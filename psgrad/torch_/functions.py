@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from . import operators
+
 ANSWERS: frozenset[Callable[..., Any]] = frozenset(  # a Python value from a tensor
     getattr(torch.Tensor, name) for name in ("__bool__", "__int__", "__float__", "__index__", "item", "tolist")
 ) | {torch.is_nonzero}
@@ -32,17 +34,32 @@ UPDATES = frozenset(  # functions that write to running statistics, which are am
     if (function := getattr(home, name, None)) is not None
 )
 _FUNCTIONAL = vars(torch.nn.functional)
-_MINDS = frozenset(["requires_grad_", "register_hook", "retain_grad", "backward", "detach_", "__set__", "__delete__"])
+_ABOUT_THE_TENSOR = frozenset(
+    ["requires_grad_", "register_hook", "retain_grad", "backward", "detach_", "__set__", "__delete__"]
+)
 
 
-def minds(func: Any) -> bool:
+def is_about_the_tensor(func: Any) -> bool:
     """Whether `func` is about the tensor itself, not its numbers."""
-    return is_attribute(func) or getattr(func, "__name__", "") in _MINDS
+    return is_attribute(func) or getattr(func, "__name__", "") in _ABOUT_THE_TENSOR
 
 
 MAKERS = frozenset(  # of tensors that `fn` might then write to
     function
-    for name in ("zeros", "ones", "empty", "full", "tensor", "clone", "empty_strided", "eye", "scalar_tensor")
+    for name in (
+        "zeros",
+        "ones",
+        "empty",
+        "full",
+        "tensor",
+        "clone",
+        "empty_strided",
+        "eye",
+        "scalar_tensor",
+        "arange",
+        "linspace",
+        "logspace",
+    )
     for spelling in (name, f"{name}_like", f"new_{name}")
     for home in (torch, torch.Tensor)
     if (function := getattr(home, spelling, None)) is not None
@@ -59,7 +76,9 @@ def is_attribute(func: Any) -> bool:
 
 
 def writes(func: Any, kwargs: Any) -> bool:
-    """Whether `func` changes its first argument: add_, __iadd__, __setitem__, relu(inplace=True)."""
+    """Whether `func` changes its first argument: add_, __iadd__, __setitem__, relu(inplace=True), aten.add_.Tensor."""
+    if isinstance(func, operators.Overload):
+        return operators.mutates(func)
     name = getattr(func, "__name__", "")
     if name.endswith("__"):
         return name == "__setitem__" or name in _INPLACE
@@ -78,11 +97,6 @@ def is_composite(func: Any) -> bool:
 
 def _no(*_: Any) -> bool:
     return False
-
-
-def wants(requires_grad: bool = True) -> bool:
-    """What a call of Tensor.requires_grad_ asks for."""
-    return requires_grad
 
 
 def asks_for_grad(func: Any) -> bool:

@@ -82,3 +82,12 @@ def below(run: Callable[..., _T], *args: object) -> _T:
 def runs_in(frame: types.FrameType) -> bool:
     """Whether it is a transform's own code that runs in a frame of Python."""
     return str(frame.f_globals.get("__name__", "")).startswith("torch._functorch")
+
+
+def plain(t: Tensor) -> Tensor:
+    """The tensor with all samples behind a batched one of the innermost level; any other as it is."""
+    level = current_level()
+    if level is None or not is_batched(t, level):
+        return t
+    inner: Tensor = _ft._unwrap_batched(t, level)[0]
+    return inner

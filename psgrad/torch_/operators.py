@@ -28,3 +28,23 @@ def packet_of(overload: Any) -> Any:
 def overload_of_custom_op(op: Any) -> Any:
     """What a custom op calls."""
     return op._opoverload
+
+
+_TORCHS = frozenset(["aten", "prim", "prims", "quantized", "_c10d_functional", "higher_order"])
+
+
+def is_custom(func: Any) -> bool:
+    """Whether `func` is an operator of others, by torch.library."""
+    if isinstance(func, CustomOp):
+        return True
+    if isinstance(func, OpOverload):
+        return func.namespace not in _TORCHS
+    return isinstance(func, OpOverloadPacket) and str(func).partition(".")[0] not in _TORCHS
+
+
+def mutates(func: Any) -> bool:
+    """Whether an operator changes one of its arguments in place."""
+    if isinstance(func, CustomOp):
+        func = func._opoverload
+    overloads = [getattr(func, name) for name in func.overloads()] if isinstance(func, OpOverloadPacket) else [func]
+    return any(isinstance(op, OpOverload) and op._schema.is_mutable for op in overloads)

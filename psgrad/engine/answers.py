@@ -1,0 +1,114 @@
+"""Python values that `fn` asks of batched tensors: answered where all samples agree, else the batch is split."""
+
+import os
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..torch_ import checkpoints, levels
+from .signals import NeedsLoop, Rerun, split_by_rows
+
+if TYPE_CHECKING:
+    from .mode import Mode, TorchCall
+
+_TRUTHS = (torch.Tensor.__bool__, torch.is_nonzero)
+_ENGINE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+def answer(mode: "Mode", call: "TorchCall") -> Any:
+    """A Python value from a batched tensor, where all samples give the same."""
+    func, t = call.func, call.args[0]
+    if not mode.is_innermost or not levels.is_batched(t, mode.level):
+        return call.run()
+    rows = levels.lower(t, mode.n, mode.level).detach()
+    flat = rows.reshape(mode.n, -1)
+    if func in _TRUTHS:
+        split_by_rows(flat != 0)
+    elif func is torch.Tensor.__int__ and flat.is_floating_point():
+        split_by_rows(flat.trunc())
+    else:
+        split_by_rows(flat)
+        if flat.is_floating_point() and bool((flat == 0).any()):
+            split_by_rows(flat.signbit())  # 0.0 and -0.0 are two answers
+    return func(rows[0], *call.args[1:], **call.kwargs)
+
+
+def requires_grad(mode: "Mode", t: Tensor) -> Any:
+    """What autograd follows, which vmap hides; torch's own code is told what it would see without us."""
+    if _is_torchs(_asking()):
+        return NotImplemented
+    found = levels.lower(t, mode.n, mode.level).requires_grad
+    if mode.pretended and not found:
+        raise NeedsLoop("fn asks whether a tensor requires grad after it has called requires_grad_()")
+    return found
+
+
+def _asking() -> types.FrameType:
+    """The frame that called a torch function."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename.startswith(_ENGINE) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def _is_torchs(frame: types.FrameType) -> bool:
+    """Whether checkpoints or a transform's own code run in `frame`: they mean the tensor as they see it."""
+    return checkpoints.runs_in(frame) or levels.runs_in(frame)
+
+
+def pretend_requires_grad(mode: "Mode", t: Tensor, requires_grad: bool = True) -> bool:
+    """Whether `t` can be said to require grad: for torch's checkpoints, models say so of activations.
+
+    No graph starts there. Nobody notices: torch.autograd refuses a batched tensor, and then the loop runs.
+    """
+    if not requires_grad or not mode.is_innermost or not levels.is_batched(t, mode.level):
+        return False
+    mode.pretended = mode.pretended or not levels.lower(t, mode.n, mode.level).requires_grad
+    return True
+
+
+def graph_of(mode: "Mode", call: "TorchCall") -> Any:
+    """`is_leaf` or `grad_fn`: what autograd follows, which vmap hides."""
+    found = call.func(levels.lower(call.args[0], mode.n, mode.level))
+    return found if found is None or isinstance(found, bool) else GraphNode(mode, found)
+
+
+class GraphNode:
+    """What `fn` gets for the `grad_fn` of a batched tensor: the graph of the batch is not that of a sample."""
+
+    def __init__(self, mode: "Mode", node: Any) -> None:
+        self._mode, self._node = mode, node
+
+    def register_prehook(self, hook: Any) -> Any:
+        """A hook on the gradient of the output, which sees one sample's after the other."""
+        mode = self._mode
+        if mode.deferred.edges:  # there it would not count: what is asked for is taken before it
+            mode.signal = Rerun("save_memory")
+            raise mode.signal
+        mode.has_hooks = True
+        return self._node.register_prehook(_SampleHook(hook, mode.n))
+
+    def __getattr__(self, name: str) -> Any:
+        self._mode.signal = NeedsLoop(f"fn uses grad_fn.{name}")
+        raise self._mode.signal
+
+    def __repr__(self) -> str:
+        self._mode.signal = NeedsLoop("fn shows grad_fn")
+        raise self._mode.signal
+
+
+class _SampleHook:
+    """A hook on gradients, called for one sample at a time."""
+
+    def __init__(self, hook: Any, n: int) -> None:
+        self.hook, self.n = hook, n
+
+    def __call__(self, grads: tuple[Tensor | None, ...]) -> Any:
+        rows = [self.hook(tuple(None if g is None else g[i] for g in grads)) for i in range(self.n)]
+        if all(row is None for row in rows):
+            return None
+        own = [[None if g is None else g[i] for g in grads] if row is None else row for i, row in enumerate(rows)]
+        return tuple(None if column[0] is None else torch.stack(column) for column in zip(*own, strict=True))

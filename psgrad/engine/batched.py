@@ -1,0 +1,178 @@
+"""All samples at once: one vmapped forward under the mode, one ordinary backward.
+
+Samples are independent under vmap, so the gradient of the *sum* of the losses that arrives at an op is each sample's
+own.
+"""
+
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedOpError
+from ..registry.params import Source
+from ..torch_ import autograd, levels
+from ..torch_.autograd import FUNCTIONS_SEEN
+from ..torch_.compiler import CompilerLoaded, compilers_noticed, eagerly
+from ..torch_.functions import opened
+from ..torch_.random import SEEDING_SEEN
+from ..torch_.storage import is_view, storage_of, versions_of
+from .checkpoint import Following
+from .collectors import Collector
+from .mode import Mode, RunOptions
+from .problem import Problem, rewind
+from .rule_call import UseRecord
+from .signals import NeedsLoop, Rerun
+from .writes import refuse_lost_writes
+
+
+class Outcome(NamedTuple):
+    """What besides gradients came out: losses (N,), and aux with a leading N."""
+
+    values: Tensor
+    aux: list[Tensor]
+    aux_spec: optree.PyTreeSpec | None
+    looped: tuple[str, ...] = ()  # ops that ran in a loop over samples, in words
+
+
+def run_together(
+    problem: Problem, collector: Collector, log: list[UseRecord] | None = None, *, on_copies: bool = False
+) -> Outcome:
+    """All samples at once; `on_copies`: `fn` changes its sample in place, so each attempt gets a copy."""
+    options, logged = RunOptions(save_memory=problem.save_memory), 0 if log is None else len(log)
+    while True:
+        try:
+            with eagerly(), FUNCTIONS_SEEN, SEEDING_SEEN:
+                return _attempt(problem.copied() if on_copies else problem, collector, options, log)
+        except Rerun as rerun:
+            options = options._replace(**{rerun.option: True})  # each is asked for once
+        except CompilerLoaded:
+            pass  # `eagerly` knows of it now
+        if log is not None:
+            del log[logged:]
+        if problem.randomness == "same":
+            rewind(problem.draws_from)
+
+
+def _attempt(problem: Problem, collector: Collector, options: RunOptions, log: list[UseRecord] | None) -> Outcome:
+    """One forward and one backward."""
+    n, mode = problem.n, Mode(problem, collector, options, log)
+    before = versions_of(problem.params)
+    roots = [p.contiguous() for p in problem.params]
+    leaves = [p.expand(n, *p.shape).requires_grad_() for p in roots]
+    mode.anchor = leaves[0]
+    with levels.vmap_level(n, problem.randomness) as level:
+        mode.level = level
+        params = [
+            mode.track(Source(i, problem.name, p, leaf)) for i, (p, leaf) in enumerate(zip(roots, leaves, strict=True))
+        ]
+        sample = [levels.wrap(t, level) if b else t for t, b in zip(problem.batch, problem.batched, strict=True)]
+        with compilers_noticed():
+            try:
+                out = problem.call(params, sample, mode)  # fn runs here, once
+            finally:
+                if mode.signal is not None:  # whatever `fn` has made of it
+                    raise mode.signal
+        losses = levels.unwrap(out.loss, n, level)
+        aux = [levels.unwrap(a, n, level) for a in out.aux]
+    mode.draws.check()
+    if mode.view_copies:
+        refuse_lost_writes(mode)
+    if versions_of(problem.params) != before:
+        raise _changed(problem, before)
+    if losses.requires_grad and _backward(losses, mode, problem.seed):
+        problem.reached.append(True)
+    values = losses.detach()
+    if losses.is_leaf or is_view(losses):  # memory that may be another's
+        values = values.clone()
+    if aux:
+        aux = _owned(aux, [values, *problem.params, *problem.batch])
+    looped = tuple([f"{op} {why}" for op, why in mode.looped.items()]) if mode.looped else ()
+    return Outcome(values, aux, out.aux_spec, looped)
+
+
+def _changed(problem: Problem, before: list[int]) -> UnsupportedOpError:
+    now = versions_of(problem.params)
+    name = next(name for name, a, b in zip(problem.names, before, now, strict=True) if a != b)
+    return UnsupportedOpError(
+        f"fn changes {name} in place\n  per-sample gradients need parameters that stay put: change a clone instead."
+    )
+
+
+def _owned(results: list[Tensor], others: list[Any]) -> list[Tensor]:
+    """`results` as memory of their own: not shared with `others`, with each other, or between samples."""
+    taken = {storage_of(t) for t in others if isinstance(t, Tensor)}
+    owned = []
+    for t in results:
+        owned.append(t.clone() if storage_of(t) in taken or not t.is_contiguous() else t)
+        taken.add(storage_of(owned[-1]))
+    return owned
+
+
+def _backward(losses: Tensor, mode: Mode, seed: Tensor | None) -> bool:
+    """Gradients of the losses to the collector; those of functions of parameters pulled back to the parameters.
+
+    Returns whether a parameter has one.
+    """
+    collector, leaves = mode.collector, [source.leaf for source in mode.sources]
+    if seed is not None and (losses.dtype.itemsize < 4 or mode.calls_functions or mode.has_hooks):
+        collector.weights, seed = seed, None  # float16 may not hold them; a backward of the user's may not be linear
+    seed = torch.ones_like(losses) if seed is None else seed.to(losses.dtype)
+    inputs: list[Any] = [*leaves, *mode.deferred.edges]
+    if mode.calls_functions:  # Python runs in the backward, perhaps a model whose parameters are its own again
+        with _Unchanged(mode.own_parameters):
+            found = seen_grad(losses, inputs, seed, allow_unused=True)
+    else:
+        found = autograd.gradients(losses, inputs, seed)
+    grads, cotangents = found[: len(leaves)], found[len(leaves) :]
+    mode.deferred.backward(cotangents)
+    restrided: list[Any] | None = None
+    for source, grad in zip(mode.sources, grads, strict=True):
+        if grad is not None:
+            restrided = _restrided(losses) if restrided is None else restrided
+            if any(leaf is source.leaf for leaf in restrided):
+                raise RuntimeError("as_strided of a parameter has no gradient per sample")
+            collector.add_dense(source, grad)
+            mode.record_unseen(source)
+    derived = [source for source in mode.sources[mode.roots :] if collector.has(source)]
+    if derived:
+        collector.pull(derived, mode.sources[: mode.roots])
+    # a rule that runs as a Function hands its factors to the collector and nothing to autograd
+    for g in reversed(found):
+        if g is not None:
+            return True
+    return any(source.uses for source in mode.sources)
+
+
+seen_grad = opened(torch.autograd.grad)  # modes are not asked, and so are on while the backward runs
+
+
+class _Unchanged(Following):
+    """For a backward of all samples: what would be a parameter taken for a constant sends the call to the loop."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return super().__torch_function__(func, types, args, kwargs)
+        except UnsupportedOpError:
+            raise NeedsLoop("a Function runs a model again in its backward") from None
+
+
+def _restrided(losses: Tensor) -> list[Any]:
+    """The leaves to which as_strided was applied, straight or through views, behind the mode's back.
+
+    Its backward takes the samples of a stride-0 leaf for overlapping memory, and averages over them.
+    """
+    found, seen, todo = [], set(), [losses.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        below = [n for n, _ in node.next_functions]
+        todo += below
+        if node.name().startswith("AsStrided"):
+            while len(below) == 1 and below[0] is not None:
+                found.append(getattr(below[0], "variable", None))
+                below = [n for n, _ in below[0].next_functions]
+    return found

@@ -1,0 +1,161 @@
+"""The arguments of the public functions: checked, and laid out as a `Problem`."""
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from ..errors import ArgumentError, ArgumentTypeError
+from ..torch_ import levels
+from .held import HELD
+from .problem import Problem, generators, kind_of, paths
+
+
+def is_nested() -> bool:
+    """Whether we are called by a function that is being differentiated: inside a transform, or a loop of ours."""
+    return levels.current_level() is not None or HELD.looping > 0
+
+
+def validated(
+    fn: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    *,
+    in_dims: Any,
+    randomness: str,
+    has_aux: bool = False,
+    attached: bool = False,
+    save_memory: bool = False,
+    lasting: bool = False,
+) -> Problem:
+    """Check the arguments of a public function and lay them out; `attached` leaves them in the autograd graph."""
+    if not callable(fn):
+        raise ArgumentTypeError(f"fn is {kind_of(fn)}, not a function\n  give fn(params, sample) -> loss.")
+    if randomness not in ("different", "same", "error"):
+        raise ArgumentError(
+            f'randomness={randomness!r} is not one of "different", "same", "error"\n'
+            "  different: each sample draws its own; same: all share one draw; error: drawing is refused."
+        )
+    own = (lambda t: t) if attached or is_nested() else _own
+    leaves, params_spec = flat_params(params)
+    batch_leaves, batched, batch_spec, n = _flat_batch(batch, in_dims, own)
+    leaves = [own(leaf) for leaf in leaves]
+    start = generators(leaves) if randomness == "same" else None
+    return Problem(
+        fn,
+        leaves,
+        params_spec,
+        batch_leaves,
+        batched,
+        batch_spec,
+        n,
+        randomness,
+        has_aux,
+        draws_from=start,
+        save_memory=save_memory,
+        lasting=lasting,
+        reached=[],
+    )
+
+
+def check_positive(name: str, value: object) -> None:
+    """An option that is a positive int or None."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ArgumentError(f"{name}={value!r} is not a positive int\n  give one, or None for no bound.")
+
+
+def _own(t: Tensor) -> Tensor:
+    """`t` without graph, and usable in autograd even where it was made in inference mode."""
+    if not t.is_inference():
+        return t.detach() if t.requires_grad else t
+    with torch.inference_mode(False):
+        return t.clone()
+
+
+def flat_params(params: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
+    leaves, spec = optree.tree_flatten(params)
+    for i, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            remedy = "params holds just what is differentiated: let fn close over the rest."
+            if isinstance(leaf, (torch.nn.Module, Iterator)):  # such as model.parameters()
+                remedy = "give dict(model.named_parameters()), or what from_module returns."
+            raise ArgumentTypeError(f"{paths(spec, 'params')[i]} is {kind_of(leaf)}, not a tensor\n  {remedy}")
+        if type(leaf) is not Tensor and _is_dtensor(leaf):
+            raise ArgumentTypeError(
+                f"{paths(spec, 'params')[i]} is a DTensor, which is not supported\n"
+                "  give its full_tensor(), or its to_local()."
+            )
+        if not leaf.is_floating_point():
+            why = "which has no gradient"
+            remedy = "params holds just what is differentiated: let fn close over the rest."
+            if leaf.is_complex():
+                why, remedy = "which is not supported", "give torch.view_as_real of it, and undo that in fn."
+            raise ArgumentTypeError(f"{paths(spec, 'params')[i]} has dtype {leaf.dtype}, {why}\n  {remedy}")
+    if not leaves:
+        raise ArgumentError("params holds no tensor\n  give a pytree with the tensors to differentiate.")
+    return leaves, spec
+
+
+def _is_dtensor(t: Tensor) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")  # where nobody has loaded it, there are none
+    return module is not None and isinstance(t, module.DTensor)
+
+
+def _is_sampled(leaf: Any, dim: Any) -> bool:
+    return isinstance(leaf, Tensor) and type(dim) is int and -leaf.dim() <= dim < leaf.dim()
+
+
+def _flat_batch(
+    batch: Any, in_dims: Any, own: Callable[[Tensor], Tensor]
+) -> tuple[list[Any], list[bool], optree.PyTreeSpec, int]:
+    leaves, spec = optree.tree_flatten(batch, none_is_leaf=True)
+    if type(in_dims) is int and in_dims == 0:
+        sizes = [t.shape[0] if isinstance(t, Tensor) and t.dim() else -1 for t in leaves]
+        if sizes and min(sizes) == max(sizes) >= 0:  # as most batches are
+            return [own(t) for t in leaves], [True] * len(leaves), spec, sizes[0]
+    try:
+        whole = type(in_dims) is int
+        dims = [in_dims] * len(leaves) if whole else optree.broadcast_prefix(in_dims, batch, none_is_leaf=True)
+    except (ValueError, TypeError) as error:
+        raise ArgumentError(
+            f"in_dims={in_dims!r} does not fit the batch\n"
+            f"  give one int, or a pytree prefix of the batch as in torch.vmap ({str(error).splitlines()[0]})."
+        ) from None
+    moved: list[Any] = []
+    lengths: dict[int, int] = {}
+    for i, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
+        if leaf is None or dim is None:
+            moved.append(own(leaf) if isinstance(leaf, Tensor) else leaf)
+            continue
+        name = paths(spec, "batch")[i] if not _is_sampled(leaf, dim) else ""
+        if not isinstance(dim, int) or isinstance(dim, bool):
+            raise ArgumentTypeError(f"in_dims for {name} is {kind_of(dim)}\n  give an int, or None for a shared leaf.")
+        if not isinstance(leaf, Tensor):
+            raise ArgumentTypeError(
+                f"{name} is {kind_of(leaf)}, not a tensor\n"
+                "  make it a tensor with one row per sample, or give it in_dims=None: the same for all samples."
+            )
+        if not -leaf.dim() <= dim < leaf.dim():
+            raise ArgumentError(
+                f"{name} has shape {tuple(leaf.shape)}, which has no axis {dim}\n"
+                "  the sample axis is in_dims (0 unless given); in_dims=None shares a leaf between all samples."
+            )
+        lengths[i] = leaf.shape[dim]
+        moved.append(own(leaf) if dim == 0 else own(leaf).movedim(dim, 0))
+    if not lengths:
+        raise ArgumentError(
+            "batch has no tensor with a sample axis\n  give at least one tensor, with in_dims other than None."
+        )
+    if len(set(lengths.values())) > 1:
+        names = paths(spec, "batch")
+        listed = ", ".join(f"{names[i]} has {length}" for i, length in lengths.items())
+        raise ArgumentError(
+            f"batch leaves disagree on the number of samples: {listed}\n"
+            "  every leaf needs one row per sample along its in_dims axis; in_dims=None shares a leaf."
+        )
+    n = next(iter(lengths.values()))
+    batched = [leaf is not None and dim is not None for leaf, dim in zip(leaves, dims, strict=True)]
+    return moved, batched, spec, n

@@ -1,0 +1,164 @@
+"""gram: inner products of per-sample gradients. It needs pairs of chunks, and so is no fold over them."""
+
+from collections.abc import Callable
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from ..annotations import P, Randomness
+from ..engine.batched import Outcome
+from ..engine.ladder import collect, differentiating, generators_kept
+from ..engine.problem import Problem, generators, rewind
+from ..engine.validate import validated
+from ..streaming.stream import Quantity, Run, chunks, counted, dtype_of, joined, plan, refuse_inside_transforms
+from ..torch_.compiler import uncompiled
+from .factored import FactoredGrads, factored_chunk
+
+
+@overload
+def gram(
+    fn: Callable[..., Any],
+    params: P,
+    batch: Any,
+    other: Any = None,
+    *,
+    valid: Tensor | None = None,
+    in_dims: Any = 0,
+    has_aux: Literal[False] = False,
+    chunk_size: int | None = None,
+    max_bytes: int | float | str | None = None,
+    randomness: Randomness = "different",
+) -> Tensor: ...
+@overload
+def gram(
+    fn: Callable[..., Any],
+    params: P,
+    batch: Any,
+    other: Any = None,
+    *,
+    valid: Tensor | None = None,
+    in_dims: Any = 0,
+    has_aux: Literal[True],
+    chunk_size: int | None = None,
+    max_bytes: int | float | str | None = None,
+    randomness: Randomness = "different",
+) -> tuple[Tensor, Any]: ...
+
+
+@uncompiled
+def gram(
+    fn: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    other: Any = None,
+    *,
+    valid: Tensor | None = None,
+    in_dims: Any = 0,
+    has_aux: bool = False,
+    chunk_size: int | None = None,
+    max_bytes: int | float | str | None = None,
+    randomness: Randomness = "different",
+) -> Any:
+    """Inner products of per-sample gradients: (N, N), or (N, M) with those of another batch.
+
+    >>> fn = lambda w, x: (w * x).sum()
+    >>> psgrad.gram(fn, torch.zeros(2), torch.tensor([[3.0, 4.0], [0.0, 2.0]]))
+    tensor([[25.,  8.],
+            [ 8.,  4.]])
+
+    The empirical neural tangent kernel of the loss, and what data attribution is made of. In chunks two of them
+    are held at a time, and each runs once for every other: the fewer chunks, the better. To ask several questions
+    of one batch, keep its `factored_grads` and give that as `other`.
+
+    Args:
+        fn, params, batch, in_dims, randomness, chunk_size, max_bytes: as for `per_sample_grads`.
+        other: another batch for the same `fn` and `in_dims`, or a `FactoredGrads`; None: the batch itself.
+        valid: (N,) booleans; rows (and without `other` columns) of the other samples are 0, and they do not run.
+        has_aux: `fn` returns `(loss, aux)`; aux of `batch` comes back with a leading sample axis, zeros where not
+            `valid`. That of `other` does not.
+
+    Returns:
+        A tensor (N, N) or (N, M), in float32 at least; with `has_aux` `(products, aux)`.
+    """
+    refuse_inside_transforms("gram")
+    options: dict[str, Any] = {"in_dims": in_dims, "randomness": randomness, "has_aux": has_aux}
+    problem = validated(fn, params, batch, save_memory=max_bytes is not None, **options)
+    there = counted(problem, valid)
+    problem = there.problem
+    step = plan(_Pair(), problem, chunk_size, max_bytes)
+    assert isinstance(step, int)
+    with differentiating(problem):
+        if isinstance(other, FactoredGrads):
+            found, outcomes = _against(problem, other, step)
+        elif other is not None:
+            second = validated(fn, params, other, save_memory=max_bytes is not None, **options)
+            found, outcomes = _crossed(problem, second, step)
+        else:
+            found, outcomes = _crossed(problem, None, step)
+            found = there.among_zeros(found.mT).mT
+        outcome = joined(problem, outcomes)
+    return there.with_aux(there.among_zeros(found), outcome)
+
+
+class _Pair(Quantity[list[Any], None]):
+    """Two chunks at a time and their inner products: what the planner measures."""
+
+    name = "gram"
+
+    def start(self, whole: Problem, step: int) -> list[Any]:
+        return []
+
+    def add(self, state: list[Any], rows: slice, chunk: Problem, run: Run) -> Outcome:
+        first, outcome = factored_chunk(chunk, run)
+        first.dots(factored_chunk(chunk, run)[0])
+        return outcome
+
+
+def _against(problem: Problem, other: FactoredGrads, step: int) -> tuple[Tensor, list[Outcome]]:
+    """Inner products of each chunk with what is kept of other samples."""
+    rows, outcomes = [], []
+    for _, chunk in chunks(problem, step):
+        fg, outcome = factored_chunk(chunk, collect)
+        rows.append(fg.dots(other))
+        outcomes.append(outcome)
+    return torch.cat(rows) if rows else _zeros(problem, 0, len(other)), outcomes
+
+
+def _zeros(problem: Problem, n: int, m: int) -> Tensor:
+    return torch.zeros(n, m, dtype=dtype_of(problem), device=problem.params[0].device)
+
+
+def _crossed(problem: Problem, second: Problem | None, step: int) -> tuple[Tensor, list[Outcome]]:
+    """Inner products chunk against chunk, and what came out of each chunk of `problem` besides.
+
+    A chunk that runs again draws what it drew the first time.
+    """
+    states: dict[int, Any] = {}
+    rows = [chunk for _, chunk in chunks(problem, step)]
+    columns = rows if second is None else [chunk for _, chunk in chunks(second, step)]
+    if len(rows) == len(columns) == 1:
+        left, outcome = factored_chunk(rows[0], collect)
+        right = left if second is None else factored_chunk(columns[0], collect)[0]
+        return right.dots(left).mT.contiguous(), [outcome]  # dots gives the transpose of what it made: nothing to copy
+
+    def again(k: int) -> tuple[FactoredGrads, Outcome]:
+        if k not in states:
+            states[k] = generators(problem.params)
+            return factored_chunk(columns[k], collect)
+        with generators_kept(problem):
+            rewind(states[k])
+            return factored_chunk(columns[k], collect)
+
+    out = _zeros(problem, problem.n, problem.n if second is None else second.n)
+    outcomes = []
+    for i, chunk in enumerate(rows):
+        left, outcome = again(i) if second is None else factored_chunk(chunk, collect)
+        outcomes.append(outcome)
+        top = slice(i * step, i * step + chunk.n)
+        for k in range(i if second is None else 0, len(columns)):
+            side = slice(k * step, k * step + columns[k].n)
+            out[top, side] = left.dots(left if second is None and k == i else again(k)[0])
+            if second is None and k != i:
+                out[side, top] = out[top, side].mT
+    return out, outcomes

@@ -1,0 +1,256 @@
+"""per_sample_norms: how large each gradient is."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, overload
+
+import optree
+import torch
+from torch import Tensor
+
+from ..annotations import P, Randomness
+from ..composable import composed
+from ..engine.batched import Outcome
+from ..engine.collectors import NormCollector, NormTakenTooEarly
+from ..engine.ladder import join, no_outcome
+from ..engine.problem import Problem, generators, rewind
+from ..engine.validate import is_nested, validated
+from ..errors import ArgumentError, FallbackWarning, place_of, reason_of
+from ..factors.numerics import flat
+from ..streaming.blocks import norm_of_all
+from ..streaming.stream import Quantity, Run, check_step, counted, dtype_of, no_values, stream
+from ..torch_.compiler import uncompiled
+
+
+@overload
+def per_sample_norms(
+    fn: Callable[..., Any],
+    params: P,
+    batch: Any,
+    *,
+    per_param: Literal[False] = False,
+    valid: Tensor | None = None,
+    differentiable: bool = False,
+    in_dims: Any = 0,
+    has_aux: Literal[False] = False,
+    chunk_size: int | None = None,
+    max_bytes: int | float | str | None = None,
+    randomness: Randomness = "different",
+) -> Tensor: ...
+@overload
+def per_sample_norms(
+    fn: Callable[..., Any],
+    params: P,
+    batch: Any,
+    *,
+    per_param: Literal[True],
+    valid: Tensor | None = None,
+    differentiable: bool = False,
+    in_dims: Any = 0,
+    has_aux: Literal[False] = False,
+    chunk_size: int | None = None,
+    max_bytes: int | float | str | None = None,
+    randomness: Randomness = "different",
+) -> P: ...
+@overload
+def per_sample_norms(
+    fn: Callable[..., Any],
+    params: P,
+    batch: Any,
+    *,
+    per_param: Literal[False] = False,
+    valid: Tensor | None = None,
+    differentiable: bool = False,
+    in_dims: Any = 0,
+    has_aux: Literal[True],
+    chunk_size: int | None = None,
+    max_bytes: int | float | str | None = None,
+    randomness: Randomness = "different",
+) -> tuple[Tensor, Any]: ...
+@overload
+def per_sample_norms(
+    fn: Callable[..., Any],
+    params: P,
+    batch: Any,
+    *,
+    per_param: bool = False,
+    valid: Tensor | None = None,
+    differentiable: bool = False,
+    in_dims: Any = 0,
+    has_aux: bool = False,
+    chunk_size: int | None = None,
+    max_bytes: int | float | str | None = None,
+    randomness: Randomness = "different",
+) -> Any: ...
+
+
+@uncompiled
+def per_sample_norms(
+    fn: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    *,
+    per_param: bool = False,
+    valid: Tensor | None = None,
+    differentiable: bool = False,
+    in_dims: Any = 0,
+    has_aux: bool = False,
+    chunk_size: int | None = None,
+    max_bytes: int | float | str | None = None,
+    randomness: Randomness = "different",
+) -> Any:
+    """The norm of every sample's gradient, at about the price of one backward pass.
+
+    >>> fn = lambda w, x: (w * x).sum() ** 2 / 2
+    >>> psgrad.per_sample_norms(fn, torch.tensor([1.0, 1.0]), torch.tensor([[3.0, 4.0], [0.0, 1.0], [1.0, -1.0]]))
+    tensor([35.,  1.,  0.])
+
+    Exact, cross terms of parameters that are used more than once included; N x P numbers are never held.
+    Sums are taken in float32 at least. A sample whose gradient is not finite has a norm that is not finite,
+    and touches no other.
+
+    Args:
+        fn, params, batch, in_dims, randomness: as for `per_sample_grads`.
+        per_param: the norms of each parameter's gradients, a pytree like params with leaves (N,).
+        valid: (N,) booleans; the other samples do not run, and their norms are 0.
+        differentiable: the result is attached to the autograd graph of params and batch, for gradient
+            penalties. Writes the gradients out, chunk by chunk. Inside a torch.func transform always so. The graph
+            needs the activations of all samples, so that `max_bytes` has no effect then.
+        has_aux: `fn` returns `(loss, aux)`; aux comes back with a leading sample axis, zeros where not `valid`.
+        chunk_size, max_bytes: as for `per_sample_grads`.
+
+    Returns:
+        The norms, (N,), or with `per_param` a pytree of them; with `has_aux` `(norms, aux)`.
+    """
+    attached = differentiable or is_nested()
+    problem = validated(
+        fn,
+        params,
+        batch,
+        in_dims=in_dims,
+        randomness=randomness,
+        has_aux=has_aux,
+        attached=differentiable,
+        save_memory=max_bytes is not None,
+    )
+    there = counted(problem, valid)
+    problem = there.problem
+    if differentiable and not is_nested() and not problem.requires_grad:
+        raise ArgumentError(
+            "differentiable=True, but no leaf of params or batch requires grad\n  call requires_grad_() on some first."
+        )
+    if attached:
+        check_step(problem, chunk_size, max_bytes)
+        norms, outcome = _attached_norms(problem, min(chunk_size or problem.n, problem.n), per_param)
+    else:
+        norms, outcome = stream(Norms(per_param), problem, chunk_size=chunk_size, max_bytes=max_bytes)
+    norms = [there.among_zeros(t) for t in norms]
+    result = optree.tree_unflatten(problem.params_spec, norms) if per_param else norms[0]
+    return there.with_aux(result, outcome)
+
+
+class _Found(NamedTuple):
+    """Norms of each chunk, and what they are where there is none."""
+
+    chunks: list[list[Tensor]]
+    none: list[Tensor]
+
+
+class Norms(Quantity[_Found, list[Tensor]]):
+    """Norms (N,) of the gradients of all parameters, or of each; factors are let go as they come."""
+
+    name = "norms"
+
+    def __init__(self, per_param: bool = False) -> None:
+        self.per_param = per_param
+
+    def start(self, whole: Problem, step: int) -> _Found:
+        return _Found([], [no_values(whole) for _ in whole.params] if whole.n == 0 else [])
+
+    def add(self, state: _Found, rows: slice, chunk: Problem, run: Run) -> Outcome:
+        norms, outcome = norms_of_chunk(chunk, run, self.per_param)
+        state.chunks.append(norms)
+        return outcome
+
+    def finish(self, state: _Found) -> list[Tensor]:
+        if len(state.chunks) == 1:
+            return state.chunks[0]
+        return [torch.cat(parts) for parts in zip(*state.chunks, strict=True)] or state.none
+
+
+def norms_of_chunk(chunk: Problem, run: Run, per_param: bool = False) -> tuple[list[Tensor], Outcome]:
+    """Norms (N,), or those of each parameter, and what came out besides."""
+    draws = generators(chunk.params) if chunk.randomness == "different" else {}
+    try:
+        return _norms_by(_early, chunk, run, per_param)
+    except NormTakenTooEarly:
+        rewind(draws)
+        return _norms_by(_late, chunk, run, per_param)
+
+
+def _early(problem: Problem) -> NormCollector:
+    return NormCollector(problem.params, problem.n)
+
+
+def _late(problem: Problem) -> NormCollector:
+    return NormCollector(problem.params, problem.n, reduces_early=False)
+
+
+def _norms_by(
+    make: Callable[[Problem], NormCollector], chunk: Problem, run: Run, per_param: bool
+) -> tuple[list[Tensor], Outcome]:
+    found: list[list[Tensor]] = []
+    places: list[Tensor | None] = []
+    outcomes: list[Outcome] = []
+    dtype, device = dtype_of(chunk), chunk.params[0].device
+    for group in run(chunk, make):
+        rows = group.collector.norms()
+        if not per_param:
+            rows = [norm_of_all(rows)]
+        n = group.outcome.values.shape[0]
+        found.append([torch.zeros(n, dtype=dtype, device=device) if t is None else t.to(device, dtype) for t in rows])
+        places.append(group.places)
+        outcomes.append(group.outcome)
+    outcome = join(outcomes, places)
+    if places[0] is None:
+        return found[0], outcome
+    whole = [torch.empty(chunk.n, dtype=dtype, device=device) for _ in found[0]]
+    for index, rows in zip(places, found, strict=True):
+        assert index is not None
+        for target, t in zip(whole, rows, strict=True):
+            target[index.to(device)] = t
+    return whole, outcome
+
+
+def _attached_norms(problem: Problem, step: int, per_param: bool) -> tuple[list[Tensor], Outcome]:
+    """The norms as a differentiable function of params and batch; and what came out besides."""
+    if problem.n == 0:
+        none = [problem.params[0].new_empty(0)] * (len(problem.params) if per_param else 1)
+        return none, no_outcome(problem)
+    if is_nested():
+        grads, outcome = composed(problem, step)
+    else:
+        try:
+            grads, outcome = composed(problem, step)
+        except Exception as error:
+            why, where = reason_of(error), place_of(error)
+            grads, outcome = _looped_grads(problem)
+            warnings.warn(
+                f"psgrad runs fn in a loop over samples: exact, but slow\n  vmap refused at {where}: {why}",
+                FallbackWarning,
+                stacklevel=3,
+            )
+    each = [torch.linalg.vector_norm(flat(g), dim=1) for g in grads]
+    norms = each if per_param else [torch.linalg.vector_norm(torch.stack(each), dim=0)]  # at 0 its gradient is 0
+    return norms, outcome
+
+
+def _looped_grads(problem: Problem) -> tuple[list[Tensor], Outcome]:
+    """Gradients with their graph, one sample after the other; and what came out besides."""
+    rows, outcomes = [], []
+    for i in range(problem.n):
+        params = [p if p.requires_grad else p.detach().requires_grad_() for p in problem.params]
+        loss, aux, spec = problem.call(params, problem.sample(i))
+        rows.append(torch.autograd.grad(loss, params, create_graph=True, materialize_grads=True))
+        outcomes.append(Outcome(loss.detach()[None].clone(), [a[None].clone() for a in aux], spec))
+    return [torch.stack(column) for column in zip(*rows, strict=True)], join(outcomes)

@@ -1,0 +1,162 @@
+"""grad_stats: mean and variance of the per-sample gradients, and the gradient noise scale."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+from ..annotations import P, Randomness
+from ..engine.batched import Outcome
+from ..engine.problem import Problem
+from ..engine.validate import validated
+from ..streaming.stream import Quantity, Run, counted, dtype_of, metas, refuse_inside_transforms, stream, tree_of_sums
+from ..torch_.compiler import uncompiled
+from .factored import factored_chunk
+
+
+class GradStats(NamedTuple, Generic[P]):
+    """What `grad_stats` gives."""
+
+    mean: P  # a pytree like params
+    variance: P  # a pytree like params
+    sq_norms: Tensor  # (N,)
+    values: Tensor  # (N,) losses
+    trace: Tensor  # tr(S)
+    sq_mean: Tensor  # |G|^2
+    noise_scale: Tensor  # tr(S) / |G|^2
+
+
+@overload
+def grad_stats(
+    fn: Callable[..., Any],
+    params: P,
+    batch: Any,
+    *,
+    valid: Tensor | None = None,
+    in_dims: Any = 0,
+    has_aux: Literal[False] = False,
+    chunk_size: int | None = None,
+    max_bytes: int | float | str | None = None,
+    randomness: Randomness = "different",
+) -> GradStats[P]: ...
+@overload
+def grad_stats(
+    fn: Callable[..., Any],
+    params: P,
+    batch: Any,
+    *,
+    valid: Tensor | None = None,
+    in_dims: Any = 0,
+    has_aux: Literal[True],
+    chunk_size: int | None = None,
+    max_bytes: int | float | str | None = None,
+    randomness: Randomness = "different",
+) -> tuple[GradStats[P], Any]: ...
+
+
+@uncompiled
+def grad_stats(
+    fn: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    *,
+    valid: Tensor | None = None,
+    in_dims: Any = 0,
+    has_aux: bool = False,
+    chunk_size: int | None = None,
+    max_bytes: int | float | str | None = None,
+    randomness: Randomness = "different",
+) -> Any:
+    """Mean and variance of the per-sample gradients, and the gradient noise scale.
+
+    >>> fn = lambda w, x: (w * x).sum()
+    >>> stats = psgrad.grad_stats(fn, torch.zeros(2), torch.tensor([[1.0, 4.0], [3.0, 4.0]]))
+    >>> stats.mean, stats.variance, stats.sq_norms
+    (tensor([2., 4.]), tensor([2., 0.]), tensor([17., 25.]))
+    >>> stats.trace.item(), stats.sq_mean.item()
+    (2.0, 19.0)
+
+    With N samples g_n drawn independently, their true mean G and covariance S:
+
+    - `mean` and `variance` (with N - 1) are unbiased for G and for the diagonal of S;
+    - `trace`, the sum of `variance`, is unbiased for tr(S);
+    - `sq_mean` = |mean|^2 - trace / N is unbiased for |G|^2 (|mean|^2 alone is too large by tr(S) / N, and so
+      `sq_mean` can be negative where noise drowns the signal);
+    - `noise_scale` = trace / sq_mean is the simple noise scale of McCandlish et al. (2018), a batch size; as a
+      ratio of two unbiased estimates it is not itself unbiased. Average `trace` and `sq_mean` over batches
+      before dividing, for a steadier figure.
+
+    With fewer than two samples `variance` and the estimates are NaN, with none `mean` too. The gradients are
+    written out a few samples at a time where a layer's factors do not give the variance otherwise; N x P numbers
+    are never held.
+
+    Args:
+        fn, params, batch, in_dims, randomness, chunk_size, max_bytes: as for `per_sample_grads`.
+        valid: (N,) booleans; the other samples do not run and do not count, their entries are 0.
+        has_aux: `fn` returns `(loss, aux)`; aux comes back with a leading sample axis, zeros where not `valid`.
+
+    Returns:
+        `GradStats(mean, variance, sq_norms, values, trace, sq_mean, noise_scale)`; with `has_aux`
+        `(GradStats(...), aux)`.
+    """
+    refuse_inside_transforms("grad_stats")
+    problem = validated(
+        fn, params, batch, in_dims=in_dims, randomness=randomness, has_aux=has_aux, save_memory=max_bytes is not None
+    )
+    there = counted(problem, valid)
+    problem = there.problem
+    found, outcome = stream(Moments(), problem, chunk_size=chunk_size, max_bytes=max_bytes)
+    below = found.seen - 1 if found.seen > 1 else torch.nan
+    variance = [t.div_(below) for t in found.deviations]
+    mean = found.mean if found.seen else [m * torch.nan for m in found.mean]
+    dtype = dtype_of(problem)
+    trace = torch.stack([v.sum(dtype=dtype) for v in variance]).sum()
+    sq_mean = torch.stack([m.square().sum(dtype=dtype) for m in mean]).sum() - trace / max(found.seen, 1)
+    none = torch.zeros(0, dtype=dtype, device=problem.params[0].device)
+    result = GradStats(
+        tree_of_sums(problem, mean),
+        tree_of_sums(problem, variance),
+        there.among_zeros(torch.cat(found.sq_norms) if found.sq_norms else none),
+        there.among_zeros(outcome.values),
+        trace,
+        sq_mean,
+        trace / sq_mean,
+    )
+    return there.with_aux(result, outcome)
+
+
+@dataclass(eq=False)
+class _Moments:
+    """Of the samples seen so far."""
+
+    mean: list[Tensor]
+    deviations: list[Tensor]  # sums of squared differences from the mean
+    sq_norms: list[Tensor]
+    seen: int = 0
+
+
+class Moments(Quantity[_Moments, _Moments]):
+    """Means and squared deviations, chunk by chunk as in Chan et al. (1983)."""
+
+    name = "stats"
+
+    def start(self, whole: Problem, step: int) -> _Moments:
+        zeros = metas(whole)
+        return _Moments([meta.new() for meta in zeros], [meta.new() for meta in zeros], [])
+
+    def add(self, state: _Moments, rows: slice, chunk: Problem, run: Run) -> Outcome:
+        fg, outcome = factored_chunk(chunk, run)
+        own = [t.div_(len(fg)) for t in fg._sums(None)]
+        share = len(fg) / (state.seen + len(fg))
+        for m, total, t, part in zip(state.mean, state.deviations, own, fg._squared_deviations(own), strict=True):
+            gap = t.sub_(m)
+            m.add_(gap, alpha=share)
+            total.add_(part).add_(gap.square_(), alpha=state.seen * share)
+        state.sq_norms.append(fg.sq_norms())
+        state.seen += chunk.n
+        return outcome
+
+    def finish(self, state: _Moments) -> _Moments:
+        return state

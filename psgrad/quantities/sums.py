@@ -1,0 +1,435 @@
+"""weighted_grad and clipped_grad: sums of per-sample gradients, with weights that are given or depend on the norms."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Generic, Literal, NamedTuple, overload
+
+import optree
+import torch
+from torch import Tensor
+
+from ..annotations import Nonfinite, P, Randomness
+from ..engine.batched import Outcome
+from ..engine.collectors import SumCollector
+from ..engine.ladder import differentiating, join
+from ..engine.problem import Problem
+from ..engine.validate import validated
+from ..errors import ArgumentError, ArgumentTypeError
+from ..streaming.blocks import Block, add_sums, gathered, norms_of_block, norms_of_param
+from ..streaming.stream import (
+    Counted,
+    Quantity,
+    Run,
+    accumulate,
+    blocks_of,
+    counted,
+    dtype_of,
+    fold,
+    metas,
+    no_values,
+    plan,
+    refuse_inside_transforms,
+    stream,
+    tree_of_sums,
+)
+from ..torch_.compiler import uncompiled
+from .clipping import bounds_of, check_nonfinite, clip_weights, finite_of, norms_under, refuse_nonfinite
+from .norms import norms_of_chunk
+
+Totals = list[Tensor | None]  # sums of each parameter's gradients; None: zeros
+
+
+@overload
+def weighted_grad(
+    fn: Callable[..., Any],
+    params: P,
+    batch: Any,
+    weights: Tensor | Callable[[Tensor], Tensor],
+    *,
+    valid: Tensor | None = None,
+    in_dims: Any = 0,
+    has_aux: Literal[False] = False,
+    chunk_size: int | None = None,
+    max_bytes: int | float | str | None = None,
+    randomness: Randomness = "different",
+) -> P: ...
+@overload
+def weighted_grad(
+    fn: Callable[..., Any],
+    params: P,
+    batch: Any,
+    weights: Tensor | Callable[[Tensor], Tensor],
+    *,
+    valid: Tensor | None = None,
+    in_dims: Any = 0,
+    has_aux: Literal[True],
+    chunk_size: int | None = None,
+    max_bytes: int | float | str | None = None,
+    randomness: Randomness = "different",
+) -> tuple[P, Any]: ...
+
+
+@uncompiled
+def weighted_grad(
+    fn: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    weights: Tensor | Callable[[Tensor], Tensor],
+    *,
+    valid: Tensor | None = None,
+    in_dims: Any = 0,
+    has_aux: bool = False,
+    chunk_size: int | None = None,
+    max_bytes: int | float | str | None = None,
+    randomness: Randomness = "different",
+) -> Any:
+    """The sum over n of weights[n] times the gradient of sample n.
+
+    >>> fn = lambda w, x: (w * x).sum()
+    >>> w, x = torch.zeros(2), torch.tensor([[3.0, 4.0], [0.0, 2.0]])
+    >>> psgrad.weighted_grad(fn, w, x, torch.tensor([1.0, 10.0]))
+    tensor([ 3., 24.])
+    >>> psgrad.weighted_grad(fn, w, x, lambda norms: 1 / norms)  # every sample the same say
+    tensor([0.6000, 1.8000])
+
+    Given a tensor, this is one ordinary weighted backward. A function gets the norms (N,), 0 for samples that are
+    not `valid`, and returns the weights (N,); with more than one chunk that takes two passes, which draw the same
+    random numbers. A sample with weight 0 does not count, not even if its gradient is NaN.
+
+    Args:
+        fn, params, batch, in_dims, randomness, chunk_size, max_bytes: as for `per_sample_grads`.
+        weights: (N,), or a function of the norms.
+        valid: (N,) booleans; the other samples do not run.
+        has_aux: `fn` returns `(loss, aux)`; aux comes back with a leading sample axis, zeros where not `valid`.
+
+    Returns:
+        A pytree like params; with `has_aux` `(grad, aux)`.
+    """
+    refuse_inside_transforms("weighted_grad")
+    problem = validated(
+        fn, params, batch, in_dims=in_dims, randomness=randomness, has_aux=has_aux, save_memory=max_bytes is not None
+    )
+    there = counted(problem, valid)
+    problem = there.problem
+    options: dict[str, Any] = {"chunk_size": chunk_size, "max_bytes": max_bytes}
+    if callable(weights):
+        one = KeptSums(_GivenWeights(there, weights))
+        step = plan(one, problem, **options)
+        assert isinstance(step, int)
+        with differentiating(problem):
+            found, outcome = fold(one if step >= problem.n > 0 else TwoPasses(one.weigh), problem, step)
+        totals = found.totals
+    else:
+        totals, outcome = stream(WeightedSums(_checked_weights(weights, there)), problem, **options)
+    return there.with_aux(tree_of_sums(problem, totals), outcome)
+
+
+def _checked_weights(weights: Any, there: Counted) -> Tensor:
+    """The weights of the samples that count."""
+    n, index, problem = there.n, there.places, there.problem
+    if not isinstance(weights, Tensor):
+        raise ArgumentTypeError(
+            f"weights is a {type(weights).__name__}, not a tensor\n"
+            "  give one number per sample, or a function of the norms."
+        )
+    if tuple(weights.shape) != (n,):
+        raise ArgumentError(f"weights has shape {tuple(weights.shape)}, not ({n},)\n  give one number per sample.")
+    if weights.is_complex():
+        raise ArgumentTypeError("weights are complex numbers\n  give real ones.")
+    w = weights.detach().to(problem.params[0].device)
+    w = w if index is None else w[index.to(w.device)]
+    if not w.is_meta and not bool(w.isfinite().all()):
+        bad = (~w.isfinite()).nonzero()[:, 0]
+        shown = ", ".join(map(str, (bad if index is None else index.to(bad.device)[bad]).tolist()[:10]))
+        raise ArgumentError(f"weights are not finite for samples {shown}\n  give 0 to leave a sample out.")
+    return w
+
+
+# ---- with given weights ----------------------------------------------------------------------------------
+
+
+def _starting_totals(whole: Problem, step: int) -> Totals:
+    """Zeros to add chunks to; where all samples run at once, their sums are the totals themselves."""
+    return [None if step >= whole.n else meta.new() for meta in metas(whole)]
+
+
+class WeightedSums(Quantity[Totals, Totals]):
+    """The gradients of the losses, each loss counting with its weight: one ordinary backward."""
+
+    name = "sums"
+    has_sums = True
+
+    def __init__(self, weights: Tensor | None) -> None:
+        self.weights = weights  # None: all are 1
+
+    def start(self, whole: Problem, step: int) -> Totals:
+        return _starting_totals(whole, step)
+
+    def add(self, state: Totals, rows: slice, chunk: Problem, run: Run) -> Outcome:
+        return add_weighted_chunk(state, chunk, None if self.weights is None else self.weights[rows], run)
+
+    def finish(self, state: Totals) -> Totals:
+        return state
+
+    def rehearsal(self) -> "WeightedSums":
+        return WeightedSums(None)
+
+
+def add_weighted_chunk(totals: Totals, chunk: Problem, weights: Tensor | None, run: Run) -> Outcome:
+    """The gradients of a chunk, summed with weights, added to `totals`."""
+    outcomes: list[Outcome] = []
+    places: list[Tensor | None] = []
+    for group in run(chunk._replace(seed=weights), _sum_collector):
+        accumulate(totals, group.collector.result())
+        outcomes.append(group.outcome)
+        places.append(group.places)
+    return join(outcomes, places)
+
+
+def _sum_collector(problem: Problem) -> SumCollector:
+    return SumCollector(problem.params, problem.n, problem.seed)
+
+
+# ---- with weights that depend on the norms ---------------------------------------------------------------
+
+
+class Weights(NamedTuple):
+    """What the norms of some samples say: a weight (N,) for each parameter, perhaps the same for all."""
+
+    of_params: Sequence[Tensor]
+    skip_zero_check: bool = False  # weights of zero need no special handling
+
+
+class Weigh:
+    """How weights come from norms."""
+
+    per_param = False  # from the norms of each parameter
+
+    def __call__(self, norms: list[Tensor], count: int) -> tuple[list[Tensor], Weights]:
+        """The norms as they are reported, and the weights of `count` parameters."""
+        raise NotImplementedError
+
+
+class _Rehearsed(Weigh):
+    """For the planner: weights like any, from no function of the user's, without a look at numbers."""
+
+    def __init__(self, per_param: bool) -> None:
+        self.per_param = per_param
+
+    def __call__(self, norms: list[Tensor], count: int) -> tuple[list[Tensor], Weights]:
+        return norms, Weights([norms[0]] * count, skip_zero_check=True)
+
+
+class _GivenWeights(Weigh):
+    """By the user's function, which sees the norms of all samples."""
+
+    def __init__(self, there: Counted, function: Callable[[Tensor], Any]) -> None:
+        self.there, self.function = there, function
+
+    def __call__(self, norms: list[Tensor], count: int) -> tuple[list[Tensor], Weights]:
+        w = _checked_weights(self.function(self.there.among_zeros(norms[0])), self.there)
+        return norms, Weights([w] * count)
+
+
+class _Clip(Weigh):
+    """So that norms are at most the bounds, each for the parameters under it."""
+
+    def __init__(self, bounds: list[Any], group: list[int], nonfinite: str) -> None:
+        self.bounds, self.group, self.nonfinite = bounds, group, nonfinite
+        self.per_param = len(bounds) > 1
+        self.good = True  # all norms so far are finite
+
+    def __call__(self, norms: list[Tensor], count: int) -> tuple[list[Tensor], Weights]:
+        if self.per_param:
+            norms = norms_under(norms, self.group, len(self.bounds))
+        finite = finite_of(norms, self.nonfinite)
+        self.good = self.good and finite is None
+        weights = [clip_weights(t, bound, finite, self.nonfinite) for t, bound in zip(norms, self.bounds, strict=True)]
+        skips = finite is None or self.nonfinite == "propagate"
+        return norms, Weights([weights[k] for k in self.group[:count]], skips)
+
+
+class FromNorms(NamedTuple):
+    """Sums with weights that depend on the norms, so far; and the norms."""
+
+    totals: Totals
+    norms: list[list[Tensor]]  # of each chunk
+    weights: list[Tensor]  # of all samples, where they are known before the sums
+
+    def all_norms(self, problem: Problem, count: int) -> list[Tensor]:
+        """Norms (N,) of all samples, for each of `count` bounds."""
+        if len(self.norms) == 1:
+            return self.norms[0]
+        return [torch.cat(parts) for parts in zip(*self.norms, strict=True)] or [no_values(problem)] * count
+
+
+class KeptSums(Quantity[FromNorms, FromNorms]):
+    """One pass: the factors of a chunk are kept until its norms are known."""
+
+    name = "clipped"
+    has_sums = True
+
+    def __init__(self, weigh: Weigh) -> None:
+        self.weigh = weigh
+
+    def start(self, whole: Problem, step: int) -> FromNorms:
+        return FromNorms(_starting_totals(whole, step), [], [])
+
+    def add(self, state: FromNorms, rows: slice, chunk: Problem, run: Run) -> Outcome:
+        blocks, outcome = blocks_of(chunk, run)
+        norms, weights = self.weigh(_norms_of(chunk, blocks, self.weigh.per_param), len(chunk.params))
+        state.norms.append(norms)
+        while blocks:
+            add_sums(blocks.pop(0), weights.of_params, state.totals, weights.skip_zero_check)
+        return outcome
+
+    def finish(self, state: FromNorms) -> FromNorms:
+        return state
+
+    def rehearsal(self) -> "KeptSums":
+        return KeptSums(_Rehearsed(self.weigh.per_param))
+
+
+def _norms_of(chunk: Problem, blocks: Sequence[Block], per_param: bool) -> list[Tensor]:
+    """Norms (N,) of what is kept, or those of each parameter."""
+    lead, dtype, device = (chunk.n,), dtype_of(chunk), chunk.params[0].device
+    if not per_param:
+        return [gathered(blocks, lead, norms_of_block, dtype, device)]
+    return [gathered(blocks, lead, partial(norms_of_param, i), dtype, device) for i in range(len(chunk.params))]
+
+
+class TwoPasses(Quantity[FromNorms, FromNorms]):
+    """Norms first, then the gradient of the weighted losses: holds no factors. One weight for all parameters."""
+
+    name = "clipped in two"
+    has_sums = looks_first = True
+
+    def __init__(self, weigh: Weigh) -> None:
+        self.weigh = weigh
+
+    def start(self, whole: Problem, step: int) -> FromNorms:
+        return FromNorms(_starting_totals(whole, step), [], [no_values(whole)])
+
+    def look(self, state: FromNorms, chunk: Problem, run: Run) -> Outcome:
+        norms, outcome = norms_of_chunk(chunk, run)
+        state.norms.append(norms)
+        return outcome
+
+    def decide(self, state: FromNorms) -> None:
+        norms = torch.cat([own for (own,) in state.norms]) if state.norms else state.weights[0]
+        _, weights = self.weigh([norms], 1)
+        state.weights[0] = weights.of_params[0]
+
+    def add(self, state: FromNorms, rows: slice, chunk: Problem, run: Run) -> Outcome:
+        return add_weighted_chunk(state.totals, chunk, state.weights[0][rows], run)
+
+    def finish(self, state: FromNorms) -> FromNorms:
+        return state
+
+    def rehearsal(self) -> "TwoPasses":
+        return TwoPasses(_Rehearsed(False))
+
+
+class ClippedGrad(NamedTuple, Generic[P]):
+    """What `clipped_grad` gives."""
+
+    grad: P  # the sum of the clipped gradients, a pytree like params
+    norms: Any  # (N,) before clipping; a pytree of them like max_norm where that is one
+    values: Tensor  # (N,) losses
+
+
+@overload
+def clipped_grad(
+    fn: Callable[..., Any],
+    params: P,
+    batch: Any,
+    max_norm: Any,
+    *,
+    nonfinite: Nonfinite = "raise",
+    valid: Tensor | None = None,
+    in_dims: Any = 0,
+    has_aux: Literal[False] = False,
+    chunk_size: int | None = None,
+    max_bytes: int | float | str | None = None,
+    randomness: Randomness = "different",
+) -> ClippedGrad[P]: ...
+@overload
+def clipped_grad(
+    fn: Callable[..., Any],
+    params: P,
+    batch: Any,
+    max_norm: Any,
+    *,
+    nonfinite: Nonfinite = "raise",
+    valid: Tensor | None = None,
+    in_dims: Any = 0,
+    has_aux: Literal[True],
+    chunk_size: int | None = None,
+    max_bytes: int | float | str | None = None,
+    randomness: Randomness = "different",
+) -> tuple[ClippedGrad[P], Any]: ...
+
+
+@uncompiled
+def clipped_grad(
+    fn: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    max_norm: Any,
+    *,
+    nonfinite: Nonfinite = "raise",
+    valid: Tensor | None = None,
+    in_dims: Any = 0,
+    has_aux: bool = False,
+    chunk_size: int | None = None,
+    max_bytes: int | float | str | None = None,
+    randomness: Randomness = "different",
+) -> Any:
+    """The sum of the per-sample gradients, each scaled down to norm `max_norm` where it is larger.
+
+    >>> fn = lambda w, x: (w * x).sum()
+    >>> psgrad.clipped_grad(fn, torch.zeros(2), torch.tensor([[3.0, 4.0], [0.0, 0.5]]), 1.0)
+    ClippedGrad(grad=tensor([0.6000, 1.3000]), norms=tensor([5.0000, 0.5000]), values=tensor([0., 0.]))
+
+    One forward and one backward: the factors are kept until the norms are known. Where `max_bytes` does not
+    allow even one sample's factors, two passes: norms first, then the weighted gradient. A gradient of norm 0
+    stays as it is.
+
+    Args:
+        fn, params, batch, in_dims, randomness, chunk_size, max_bytes: as for `per_sample_grads`.
+        max_norm: a positive number; or a pytree prefix of params, for example one number per layer: then each
+            number clips the norm over the parameters below it. For params with names, as `from_module` gives
+            them, a dict from names of modules or parameters: {"encoder": 1.0, "head": 0.1}.
+        nonfinite: what to do with samples whose gradients are not finite. "raise": an error that names them;
+            "zero": they do not count; "propagate": the sum is NaN.
+        valid: (N,) booleans; the other samples do not run and do not count, their norms and values are 0.
+        has_aux: `fn` returns `(loss, aux)`; aux comes back with a leading sample axis, zeros where not `valid`.
+
+    Returns:
+        `ClippedGrad(grad, norms, values)`; with `has_aux` `(ClippedGrad(...), aux)`.
+    """
+    refuse_inside_transforms("clipped_grad")
+    check_nonfinite(nonfinite)
+    problem = validated(
+        fn, params, batch, in_dims=in_dims, randomness=randomness, has_aux=has_aux, save_memory=max_bytes is not None
+    )
+    bounds, bounds_spec, group = bounds_of(max_norm, params, len(problem.params))
+    there = counted(problem, valid)
+    problem = there.problem
+    clip = _Clip(bounds, group, nonfinite)
+    found, outcome = stream(
+        KeptSums(clip),
+        problem,
+        chunk_size=chunk_size,
+        max_bytes=max_bytes,
+        instead=None if clip.per_param else TwoPasses(clip),
+    )
+    norms = [there.among_zeros(t) for t in found.all_norms(problem, len(bounds))]
+    if nonfinite == "raise" and not clip.good:
+        refuse_nonfinite(torch.stack(norms).isfinite().all(0))
+    result = ClippedGrad(
+        tree_of_sums(problem, found.totals),
+        norms[0] if bounds_spec is None else optree.tree_unflatten(bounds_spec, norms),
+        there.among_zeros(outcome.values),
+    )
+    return there.with_aux(result, outcome)

@@ -1,0 +1,252 @@
+"""Quantities, streamed: each is a fold over chunks of samples, and the planner runs that same fold without memory.
+
+A quantity says how its answer starts, what a chunk adds to it, and how it ends. `stream` checks the options that all
+quantities share, finds a chunk size that keeps `max_bytes`, and folds.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import optree
+import torch
+from torch import Tensor
+
+from ..engine import ladder
+from ..engine.batched import Outcome
+from ..engine.collectors import FactorCollector
+from ..engine.ladder import Group, collect, differentiating, join
+from ..engine.problem import Problem, generators, rewind
+from ..engine.validate import check_positive, is_nested
+from ..errors import ArgumentError
+from ..factors import costs
+from ..factors.numerics import cast, widest
+from . import budget
+from .blocks import Block, Meta
+
+State = TypeVar("State")
+Result = TypeVar("Result")
+Run = Callable[[Problem, Callable[[Problem], Any]], Iterator[Group[Any]]]  # `engine.collect`, or what the planner has
+
+
+class Quantity(Generic[State, Result]):
+    """One question about the gradients of all samples."""
+
+    name = ""  # what the planner remembers its measurements by
+    has_sums = False  # over samples: chunks then hold sums of their own, which a run of all samples at once does not
+    looks_first = False  # a pass over all chunks comes before: `look` at each, then `decide`
+
+    def start(self, whole: Problem, step: int) -> State:
+        """The answer so far, for `step` samples at a time: what chunks add to has its memory from here."""
+        raise NotImplementedError
+
+    def look(self, state: State, chunk: Problem, run: Run) -> Outcome:
+        """What the first pass does with a chunk."""
+        raise NotImplementedError
+
+    def decide(self, state: State) -> None:
+        """What is worked out between the passes."""
+
+    def add(self, state: State, rows: slice, chunk: Problem, run: Run) -> Outcome:
+        """What a chunk adds, and what came out besides; `rows` are its samples. The only description of the work."""
+        raise NotImplementedError
+
+    def finish(self, state: State) -> Result:
+        """The answer."""
+        raise NotImplementedError
+
+    def rehearsal(self) -> "Quantity[State, Result]":
+        """The same work for the planner, who has neither numbers nor the samples: nothing of the user's is called."""
+        return self
+
+    def row_bytes(self, whole: Problem) -> int:
+        """Bytes of the answer for each sample, which groups of samples may hold once more."""
+        return 0
+
+
+class Counted(NamedTuple):
+    """The samples that count, out of N."""
+
+    problem: Problem  # of these alone
+    places: Tensor | None  # which they are; None: all
+    n: int
+
+    def among_zeros(self, t: Tensor) -> Tensor:
+        """Rows of the samples that count among zeros for the others."""
+        if self.places is None:
+            return t
+        return t.new_zeros(self.n, *t.shape[1:]).index_copy_(0, self.places.to(t.device), t)
+
+    def with_aux(self, result: Any, outcome: Outcome) -> Any:
+        """`result`, and where `fn` returns aux, that of all samples: zeros for those that do not count."""
+        if outcome.aux_spec is None:
+            return result
+        return result, optree.tree_unflatten(outcome.aux_spec, [self.among_zeros(t) for t in outcome.aux])
+
+
+def counted(problem: Problem, valid: Any) -> Counted:
+    """The samples that `valid` says count."""
+    if valid is None:
+        return Counted(problem, None, problem.n)
+    if not isinstance(valid, Tensor) or valid.dtype != torch.bool or tuple(valid.shape) != (problem.n,):
+        what = f"{valid.dtype}, {tuple(valid.shape)}" if isinstance(valid, Tensor) else f"a {type(valid).__name__}"
+        raise ArgumentError(f"valid is {what}, not booleans of shape ({problem.n},)\n  give one per sample.")
+    if bool(valid.all()):
+        return Counted(problem, None, problem.n)
+    index = valid.nonzero()[:, 0]
+    return Counted(problem.rows(index), index, problem.n)
+
+
+# ---- the fold --------------------------------------------------------------------------------------------
+
+
+def stream(
+    quantity: Quantity[Any, Result],
+    problem: Problem,
+    *,
+    chunk_size: int | None,
+    max_bytes: int | float | str | None,
+    instead: Quantity[Any, Result] | None = None,
+) -> tuple[Result, Outcome]:
+    """The quantity of all samples, and what came out besides; by `instead` where `max_bytes` is too little for it."""
+    step = plan(quantity, problem, chunk_size, max_bytes, instead)
+    if isinstance(step, budget.TooLittle):
+        assert instead is not None
+        quantity, step = instead, plan_or_raise(instead, problem, chunk_size, max_bytes, step)
+    with differentiating(problem):
+        return fold(quantity, problem, step)
+
+
+def fold(quantity: Quantity[Any, Result], problem: Problem, step: int) -> tuple[Result, Outcome]:
+    """The quantity of all samples, `step` of them at a time."""
+    state = quantity.start(problem, step)
+    outcomes: list[Outcome] = []
+    draws: list[Any] = []
+    if quantity.looks_first:
+        for _, chunk in chunks(problem, step):
+            draws.append(generators(problem.params))
+            outcomes.append(quantity.look(state, chunk, collect))
+        quantity.decide(state)
+        after = generators(problem.params)
+        for k, (rows, chunk) in enumerate(chunks(problem, step)):
+            rewind(draws[k])  # both passes draw the same numbers
+            quantity.add(state, rows, chunk, collect)
+        rewind(after)
+    else:
+        for rows, chunk in chunks(problem, step):
+            outcomes.append(quantity.add(state, rows, chunk, collect))
+    return quantity.finish(state), joined(problem, outcomes)
+
+
+def chunks(problem: Problem, step: int) -> Iterator[tuple[slice, Problem]]:
+    for start in range(0, problem.n, max(step, 1)):
+        rows = slice(start, min(start + step, problem.n))
+        yield rows, problem if step >= problem.n else problem.rows(rows)
+
+
+def joined(problem: Problem, outcomes: list[Outcome]) -> Outcome:
+    """What came out of all chunks besides gradients."""
+    if outcomes:
+        return join(outcomes)
+    return ladder.no_outcome(problem)._replace(values=no_values(problem))
+
+
+# ---- how many samples at a time --------------------------------------------------------------------------
+
+
+def plan(
+    quantity: Quantity[Any, Any],
+    problem: Problem,
+    chunk_size: int | None,
+    max_bytes: int | float | str | None,
+    instead: object = None,
+) -> "int | budget.TooLittle":
+    """How many samples to run at once; with `instead`, TooLittle where not even one fits."""
+    if chunk_size is None and max_bytes is None:
+        return problem.n
+    bound = check_step(problem, chunk_size, max_bytes)
+    if bound is None or problem.n == 0 or is_nested():
+        return min(chunk_size or problem.n, problem.n)
+    found = budget.chunk_size(problem, bound, quantity)
+    if isinstance(found, budget.TooLittle) and instead is None:
+        raise found.error()
+    return found
+
+
+def plan_or_raise(
+    quantity: Quantity[Any, Any],
+    problem: Problem,
+    chunk_size: int | None,
+    max_bytes: int | float | str | None,
+    before: "budget.TooLittle",
+) -> int:
+    """The same for a quantity that stands in for another, for which there is too little: the lesser need is named."""
+    found = plan(quantity, problem, chunk_size, max_bytes, before)
+    if isinstance(found, budget.TooLittle):
+        raise min(before, found, key=lambda too_little: too_little.least).error()
+    return found
+
+
+def check_step(problem: Problem, chunk_size: int | None, max_bytes: int | float | str | None) -> int | None:
+    """The two options that say how many samples to run at once, checked; and the bound in bytes."""
+    check_positive("chunk_size", chunk_size)
+    bound = budget.bytes_of(max_bytes, problem.params)
+    if chunk_size is not None and bound is not None:
+        raise ArgumentError("chunk_size and max_bytes are both given\n  give one: max_bytes works out a chunk size.")
+    return bound
+
+
+def refuse_inside_transforms(name: str) -> None:
+    """These are not differentiable functions."""
+    if is_nested():
+        raise ArgumentError(
+            f"{name} is called inside a torch.func transform\n"
+            "  compute it from per_sample_grads there, which can be differentiated and vmapped."
+        )
+
+
+# ---- what quantities have in common ----------------------------------------------------------------------
+
+
+def metas(problem: Problem) -> tuple[Meta, ...]:
+    return tuple([Meta(p.shape, p.dtype, p.device) for p in problem.params])
+
+
+def dtype_of(problem: Problem) -> torch.dtype:
+    """The dtype of norms."""
+    return widest(*[p.dtype for p in problem.params])
+
+
+def no_values(problem: Problem) -> Tensor:
+    return problem.params[0].new_empty(0, dtype=dtype_of(problem))
+
+
+def blocks_of(problem: Problem, run: Run) -> tuple[list[Block], Outcome]:
+    """The factors of all samples, and what came out besides."""
+    blocks: list[Block] = []
+    outcomes: list[Outcome] = []
+    for group in run(problem, _factor_collector):
+        index = None if group.places is None else group.places.to(problem.params[0].device)
+        small = group.collector.held <= costs.SMALL_HELD
+        blocks.append(Block(index, tuple(group.collector.result()), small))
+        outcomes.append(group.outcome)
+    return blocks, join(outcomes, [block.places for block in blocks])
+
+
+def _factor_collector(problem: Problem) -> FactorCollector:
+    return FactorCollector(problem.params, problem.n)
+
+
+def accumulate(totals: list[Tensor | None], found: Sequence[Tensor | None]) -> None:
+    for i, t in enumerate(found):
+        if t is not None:
+            total = totals[i]
+            totals[i] = t if total is None else total.add_(t)
+
+
+def tree_of_sums(problem: Problem, totals: Sequence[Tensor | None]) -> Any:
+    """Sums as a pytree like params, in the parameters' dtypes; zeros where there is nothing."""
+    leaves = [
+        torch.zeros_like(p, memory_format=torch.contiguous_format) if t is None else cast(t, p.dtype)
+        for t, p in zip(totals, problem.params, strict=True)
+    ]
+    return optree.tree_unflatten(problem.params_spec, leaves)
