@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 import psgrad
 from psgrad import composable as _composable
-from psgrad.ops import _RULED
+from psgrad.composable import COMPOSABLE
 
 from .cases import CASES, Case, default_dtype, loss
 
@@ -415,13 +415,13 @@ def test_vmap_of_grad_runs_the_rules_backward_once(name: str, monkeypatch: pytes
 def test_use_rules_runs_the_rules_backward_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's own function under use_rules(), with a spy in place of the registered rule."""
     function, runs = getattr(F, name), []
-    rule = _RULED[function]
+    rule = COMPOSABLE[function]
 
     def backward(options: Any, g: Tensor, x: Tensor, *rest: Any) -> Any:
         runs.append(len(x))
         return rule.backward(options, g, x, *rest)
 
-    monkeypatch.setitem(_RULED, function, dataclasses.replace(rule, backward=backward))
+    monkeypatch.setitem(COMPOSABLE, function, dataclasses.replace(rule, backward=backward))
     x, params = operands(name, N)
     with psgrad.use_rules():
         vmap(grad(lambda params, x: loss(OPS[name](function, x, *params))), (None, 0))(params, x)

@@ -279,7 +279,7 @@ def test_every_quantity_takes_sizes_and_fractions(quantity: str) -> None:
 # ---- the choice of a chunk size ----------------------------------------------------------------------------
 
 
-def choose(n: int, bound: int, peak: Callable[[int], int], curve: _memory.Curve | None = None) -> int:
+def choose(n: int, bound: int, peak: Callable[[int], int], curve: _memory.Curve | None = None) -> Any:
     bounded = _memory.Bounded(curve or _memory.Curve(), bound, peak)
     return _memory.chosen(n, bounded, bounded)
 
@@ -351,9 +351,7 @@ def test_samples_close_to_the_bound_are_measured_only_so_often() -> None:
 
 def test_a_bound_for_which_one_sample_is_too_much() -> None:
     for n in (1, 2, 9):
-        with pytest.raises(psgrad.ArgumentError) as error:
-            choose(n, 1000, lambda m: 1000 + m)
-        assert str(error.value) == (
+        assert str(choose(n, 1000, lambda m: 1000 + m).error()) == (
             "max_bytes=1,000 is too little: one sample at a time needs 1,001\n"
             "  give at least max_bytes=1001, or make the sample smaller."
         )
@@ -364,8 +362,9 @@ def test_some_samples_may_need_less_than_one() -> None:
     curve = _memory.Curve()
     curve.peaks = sizes
     assert choose(8, 60, sizes.__getitem__, curve) == 3
-    with pytest.raises(psgrad.ArgumentError, match="max_bytes=40 is too little: 3 samples at a time need 50"):
-        choose(8, 40, sizes.__getitem__, curve)
+    assert str(choose(8, 40, sizes.__getitem__, curve).error()).startswith(
+        "max_bytes=40 is too little: 3 samples at a time need 50"
+    )
 
 
 def test_all_samples_may_need_less_than_one() -> None:

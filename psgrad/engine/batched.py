@@ -58,7 +58,7 @@ def run_together(
 def _attempt(problem: Problem, collector: Collector, options: RunOptions, log: list[UseRecord] | None) -> Outcome:
     """One forward and one backward."""
     n, mode = problem.n, Mode(problem, collector, options, log)
-    before = versions_of(problem.params)
+    before = versions_of((*problem.params, *mode.batch))
     roots = [p.contiguous() for p in problem.params]
     leaves = [p.expand(n, *p.shape).requires_grad_() for p in roots]
     mode.anchor = leaves[0]
@@ -79,7 +79,7 @@ def _attempt(problem: Problem, collector: Collector, options: RunOptions, log: l
     mode.draws.check()
     if mode.view_copies:
         refuse_lost_writes(mode)
-    if versions_of(problem.params) != before:
+    if versions_of((*problem.params, *mode.batch)) != before:
         raise _changed(problem, before)
     if losses.requires_grad and _backward(losses, mode, problem.seed):
         problem.reached.append(True)
@@ -93,10 +93,14 @@ def _attempt(problem: Problem, collector: Collector, options: RunOptions, log: l
 
 
 def _changed(problem: Problem, before: list[int]) -> UnsupportedOpError:
+    """The error for a write that passed by the mode: by torch.jit, or inside a Function."""
     now = versions_of(problem.params)
-    name = next(name for name, a, b in zip(problem.names, before, now, strict=True) if a != b)
+    names = [name for name, a, b in zip(problem.names, before, now, strict=False) if a != b]
+    if names:
+        remedy = "per-sample gradients need parameters that stay put: change a clone instead."
+        return UnsupportedOpError(f"fn changes {names[0]} in place\n  {remedy}")
     return UnsupportedOpError(
-        f"fn changes {name} in place\n  per-sample gradients need parameters that stay put: change a clone instead."
+        "fn changes its sample in place, in a way that psgrad did not see\n  change a clone of the sample instead."
     )
 
 

@@ -70,11 +70,11 @@ def _refused(*_: Any, **__: Any) -> Call:
 
 
 def _index_filled(input: Tensor, dim: int, index: Tensor, value: Any) -> Call | None:
-    if input.dim() == 0 or not -input.dim() <= dim < input.dim():
+    if input.dim() and not -input.dim() <= dim < input.dim():
         return None
-    size = input.shape[dim]
-    if index.numel() == 0 or _is_out_of_range(index, size, -size):
-        return None  # torch has its own words for it, or there is nothing to do
+    size = input.shape[dim] if input.dim() else 1
+    if _is_out_of_range(index, size, -size):
+        return None  # torch has its own words for it
     chosen = (torch.arange(size, device=input.device)[:, None] == index % size).any(1)
     shape = [size if i == dim % input.dim() else 1 for i in range(input.dim())]
     filled = value.to(input.dtype) if isinstance(value, Tensor) else torch.full_like(input, value)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import PsgradError, is_out_of_memory, name_of, place, reason_of
 from ..torch_ import levels, operators
-from ..torch_.autograd import FunctionCall, vmaps_itself
+from ..torch_.autograd import FunctionCall, says_vmap, vmaps_its_backward
 from ..torch_.functions import (
     ANSWERS,
     ATTENTION,
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from .mode import Mode, TorchCall
 
 Handler = Callable[["Mode", "TorchCall"], Any]
+_MIXES = "its backward is not known to keep samples apart"
 _OF_MEMORY = (torch.as_strided, torch.Tensor.as_strided)  # of the whole storage, in which a row is somewhere
 
 
@@ -166,8 +167,9 @@ def apply_function(mode: "Mode", call: "TorchCall") -> Any:
     mode.calls_functions = True
     level = levels.current_level()
     sampled = level == mode.level and op_loop.is_sampled(call.args, call.kwargs, mode.level)
-    if sampled and not vmaps_itself(call.func.function):
-        return run_alone(mode, call.func, call.args, call.kwargs, "its backward is not known to keep samples apart")
+    if sampled and not vmaps_its_backward(call.func.function):
+        why = _MIXES if says_vmap(call.func.function) else "it does not say what it does under vmap"
+        return run_alone(mode, call.func, call.args, call.kwargs, why)
     return mode.left_to_vmap(call, "no rule for this function")
 
 
@@ -177,7 +179,7 @@ def call_custom_op(mode: "Mode", call: "TorchCall") -> Any:
     if operators.mutates(call.func):
         raise NeedsLoop("an operator changes its arguments in place")
     if mode.is_innermost and op_loop.is_sampled(call.args, call.kwargs, mode.level):
-        return run_alone(mode, call.func, call.args, call.kwargs, "its backward is not known to keep samples apart")
+        return run_alone(mode, call.func, call.args, call.kwargs, _MIXES)
     return NotImplemented
 
 
@@ -249,7 +251,7 @@ def make(mode: "Mode", call: "TorchCall") -> Any:
 def leave_to_vmap(mode: "Mode", call: "TorchCall") -> Any:
     """Everything else."""
     func, args, kwargs, params = call.func, call.args, call.kwargs, call.operands.params
-    if kwargs.get("out") is not None and mode.is_innermost:
+    if kwargs.get("out") is not None and mode.is_innermost and (params or call.operands.samples):
         raise NeedsLoop("fn writes into a tensor by out=")
     if kwargs.get("inplace"):
         write(mode, call)

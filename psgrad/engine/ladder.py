@@ -61,7 +61,9 @@ class _Answering:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, kind: object, error: object, _: object) -> None:
+        if isinstance(error, _Carried):
+            raise error.error from None
         if not self.problem.reached and self.problem.n and kind is None:
             warnings.warn(
                 "the loss depends on no parameter, so every gradient is zero\n"
@@ -69,6 +71,13 @@ class _Answering:
                 UnusedParametersWarning,
                 stacklevel=_callers_level(),
             )
+
+
+class _Carried(BaseException):
+    """A StopIteration that `fn` raised, on its way through our iterators, which would take it for their end."""
+
+    def __init__(self, error: StopIteration) -> None:
+        self.error = error
 
 
 class Group(NamedTuple, Generic[C]):
@@ -138,12 +147,9 @@ def _attempt(problem: Problem, collector: C, on_copies: bool) -> Group[C] | _Ref
         if problem.randomness == "error" and "randomness error mode" in str(error):
             raise _drawing(place_of(error)) from None
         found = _Refusal([], place_of(error), reason_of(error))
-    if versions_of(problem.batch) != before:
+    if isinstance(found, _Refusal) and versions_of(problem.batch) != before:
         raise UnsupportedOpError(
             "fn changes its sample in place, and has to run more than once\n  change a clone of the sample instead."
-            if isinstance(found, _Refusal)
-            else "fn changes its sample in place, in a way that psgrad did not see\n"
-            "  change a clone of the sample instead."
         )
     return found
 
@@ -285,6 +291,8 @@ def _called(one: Problem, params: list[Tensor], following: Following) -> tuple[l
     try:
         with _drawing_of(one), recorded() as held, eagerly(), compilers_noticed():
             return held, one.call(params, one.copied().sample(0), following)
+    except StopIteration as error:
+        raise _Carried(error) from None
     finally:
         HELD.looping -= 1
 

@@ -41,13 +41,19 @@ class Meter(TorchDispatchMode):
         self.alive = self.peak = 0
         self.seen = {storage_of(t) for t in known}
         self.known = known  # keeps their storages, and so their addresses, from being used again
+        self.events: list[tuple[int, int]] = []  # what came and went: (number of the storage, bytes); -1: for a moment
+        self.numbers: dict[int, int] = {}  # of the storages that are alive
+        self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for t in out if isinstance(out, (list, tuple)) else (out,):
             if isinstance(t, Tensor):
                 self._meet(t)
-        self.peak = max(self.peak, self.alive + scratch(func, args, out))
+        extra = scratch(func, args, out)
+        if extra:
+            self.events.append((-1, extra))
+        self.peak = max(self.peak, self.alive + extra)
         return out
 
     def _meet(self, t: Tensor) -> None:
@@ -56,11 +62,26 @@ class Meter(TorchDispatchMode):
         if key not in self.seen:
             self.seen.add(key)
             self.alive += storage.nbytes()
+            self.numbers[key], self.count = self.count, self.count + 1
+            self.events.append((self.numbers[key], storage.nbytes()))
             weakref.finalize(storage, self._part, key, storage.nbytes())
 
     def _part(self, key: int, size: int) -> None:
         self.seen.discard(key)
         self.alive -= size
+        self.events.append((self.numbers.pop(key), -size))
+
+    def peak_beyond_what_lives(self) -> int:
+        """The most bytes at any time, without those of the storages that are alive now: the result."""
+        result = set(self.numbers.values())
+        alive, peak = 0, 0
+        for number, size in self.events:
+            if number == -1:
+                peak = max(peak, alive + size)
+            elif number not in result:
+                alive += size
+                peak = max(peak, alive)
+        return peak
 
 
 @contextlib.contextmanager
@@ -138,9 +159,9 @@ def _peak(whole: Problem, quantity: "Quantity[Any, Any]", size: int, run: "Run")
             quantity.look(state, chunk, run)
             quantity.decide(state)
         outcome = quantity.add(state, rows, chunk, run)
-        result = meter.alive
+        peak: int = meter.peak_beyond_what_lives()
     del state, outcome
-    return max(0, int(meter.peak - result))
+    return peak
 
 
 def _at_once(problem: Problem, make: Callable[[Problem], Any]) -> Iterator[Group[Any]]:

@@ -113,9 +113,14 @@ def _is_newer(function: Any) -> bool:
     return function.setup_context is not _Function.setup_context
 
 
-def vmaps_itself(function: Any) -> bool:
+def says_vmap(function: Any) -> bool:
     """Whether an autograd Function says what it does under vmap, by a staticmethod or by leaving it to torch."""
     return _is_newer(function) and (function.generate_vmap_rule or function.vmap is not _Function.vmap)
+
+
+def vmaps_its_backward(function: Any) -> bool:
+    """Whether torch vmaps the backward of an autograd Function together with its forward."""
+    return _is_newer(function) and bool(function.generate_vmap_rule)
 
 
 _HOOK_CODE = _Hook.apply.__code__

@@ -30,21 +30,26 @@ def overload_of_custom_op(op: Any) -> Any:
     return op._opoverload
 
 
-_TORCHS = frozenset(["aten", "prim", "prims", "quantized", "_c10d_functional", "higher_order"])
+_TORCHS = frozenset(["aten", "prim", "prims", "quantized", "_c10d_functional", "higher_order", "torch_nn"])
 
 
 def is_custom(func: Any) -> bool:
-    """Whether `func` is an operator of others, by torch.library."""
+    """Whether `func` is an operator of others with a backward of its own, or one that changes its arguments."""
+    overloads = _overloads(func)
+    if not overloads or overloads[0].namespace in _TORCHS:
+        return False
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return mutates(func) or any(has_kernel(op.name(), "Autograd") for op in overloads)
+
+
+def _overloads(func: Any) -> list[Any]:
     if isinstance(func, CustomOp):
-        return True
-    if isinstance(func, OpOverload):
-        return func.namespace not in _TORCHS
-    return isinstance(func, OpOverloadPacket) and str(func).partition(".")[0] not in _TORCHS
+        return [func._opoverload]
+    if isinstance(func, OpOverloadPacket):
+        return [getattr(func, name) for name in func.overloads()]
+    return [func] if isinstance(func, OpOverload) else []
 
 
 def mutates(func: Any) -> bool:
     """Whether an operator changes one of its arguments in place."""
-    if isinstance(func, CustomOp):
-        func = func._opoverload
-    overloads = [getattr(func, name) for name in func.overloads()] if isinstance(func, OpOverloadPacket) else [func]
-    return any(isinstance(op, OpOverload) and op._schema.is_mutable for op in overloads)
+    return any(op._schema.is_mutable for op in _overloads(func))
