@@ -120,8 +120,10 @@ def _backward(losses: Tensor, mode: Mode, seed: Tensor | None) -> bool:
     Returns whether a parameter has one.
     """
     collector, leaves = mode.collector, [source.leaf for source in mode.sources]
-    if seed is not None and (losses.dtype.itemsize < 4 or mode.calls_functions or mode.has_hooks):
-        collector.weights, seed = seed, None  # float16 may not hold them; a backward of the user's may not be linear
+    if seed is not None:
+        short = losses.dtype.itemsize < 4 or collector.weighs_factors  # the seed's range, or float16's
+        if short or mode.calls_functions or mode.has_hooks:  # whose backward may not be linear
+            collector.weights, seed = seed, None
     seed = torch.ones_like(losses) if seed is None else seed.to(losses.dtype)
     inputs: list[Any] = [*leaves, *mode.deferred.edges]
     if mode.calls_functions:  # Python runs in the backward, perhaps a model whose parameters are its own again

@@ -22,6 +22,7 @@ class Collector:
 
     reduces_early = False  # it wants to know, when a factor comes, if more are to come for the same source
     weights: Tensor | None = None  # (N,): what each sample's gradients count, where that is not in the backward's seed
+    weighs_factors = False  # the weights are not to be in the backward's seed
 
     def __init__(self, params: Sequence[Tensor], n: int) -> None:
         self.params, self.n = list(params), n
@@ -248,6 +249,9 @@ class NormCollector(FactorCollector):
         return None if own is None else own.norms_with(self.memo)
 
 
+_MODERATE = (1e-6, 1e6)  # weights that a backward in float32 takes without harm
+
+
 class SumCollector(Collector):
     """The sum over samples of each parameter's gradients, added up as factors arrive."""
 
@@ -256,8 +260,13 @@ class SumCollector(Collector):
         self.sums: dict[int, Tensor] = {}  # by the source's index, in the dtype for sums
         # the samples whose weight is not 0; the others are left out, as 0 times a NaN would be NaN. None: all
         self.counted: Tensor | None = None
-        if seed is not None and not seed.is_meta and bool((seed == 0).any()):
-            self.counted = seed.nonzero()[:, 0]
+        self.weighs_factors = False  # weights far from 1 do not go through the backward, where they leave its range
+        if seed is not None and not seed.is_meta and seed.numel():
+            low, high = map(float, seed.abs().aminmax())
+            if low == 0:
+                self.counted = seed.nonzero()[:, 0]
+                low = float(seed[self.counted].abs().amin()) if len(self.counted) else 1.0
+            self.weighs_factors = not (_MODERATE[0] <= low <= high <= _MODERATE[1])
 
     def _sum(self, factor: Factor) -> Tensor | None:
         if self.counted is None:

@@ -67,6 +67,12 @@ def freeze(mode: "Mode", call: "TorchCall") -> "TorchCall":
     return mode.again(call, call.func, args, kwargs)
 
 
+def refuse_out(mode: "Mode", is_sampled: object) -> None:
+    """`out=`: vmap has no way to write what differs between samples."""
+    if is_sampled and mode.is_innermost:
+        raise NeedsLoop("fn writes into a tensor by out=")
+
+
 # ---- handlers --------------------------------------------------------------------------------------------
 
 
@@ -251,8 +257,6 @@ def make(mode: "Mode", call: "TorchCall") -> Any:
 def leave_to_vmap(mode: "Mode", call: "TorchCall") -> Any:
     """Everything else."""
     func, args, kwargs, params = call.func, call.args, call.kwargs, call.operands.params
-    if kwargs.get("out") is not None and mode.is_innermost and (params or call.operands.samples):
-        raise NeedsLoop("fn writes into a tensor by out=")
     if kwargs.get("inplace"):
         write(mode, call)
     if params and not is_attribute(func):

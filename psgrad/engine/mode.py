@@ -31,7 +31,7 @@ from ..torch_.checkpoints import saved_tensor_hooks
 from . import checkpoint
 from .collectors import Collector
 from .draws import Draws
-from .handlers import freeze, handlers_of, has_second_chance, is_only_ruled, is_ordinary, second_chance
+from .handlers import freeze, handlers_of, has_second_chance, is_only_ruled, is_ordinary, refuse_out, second_chance
 from .held import OwnParameters
 from .problem import Problem
 from .rule_call import DeferredCalls, UseRecord, ask_op, run_rule
@@ -147,6 +147,8 @@ class Mode(TorchFunctionMode):
             key, func, args = REDIRECTS[func](func, args, kwargs)
         operands = self.look((*args, *kwargs.values()) if kwargs else args)
         rule = RULES.get(key)
+        if kwargs and kwargs.get("out") is not None:
+            refuse_out(self, operands.params or operands.samples)
         if not operands.graph and not self.outdated:
             if rule is not None:
                 if is_only_ruled(func):

@@ -1,0 +1,482 @@
+"""Ways to be wrong without a word that a reader found: each equals a plain loop over samples now, or is refused."""
+
+import contextlib
+import math
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import psgrad
+
+pytestmark = pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning", "ignore::psgrad.UnusedParametersWarning")
+
+
+@pytest.fixture(autouse=True)
+def float64() -> None:
+    torch.set_default_dtype(torch.float64)  # conftest puts it back
+
+
+def loop(fn: Callable[..., Tensor], w: Tensor, batch: Tensor) -> Tensor:
+    """By hand, for each sample a copy: what `fn` means."""
+    rows = []
+    for x in batch:
+        leaf = w.clone().requires_grad_()
+        loss = fn(leaf, x.clone())
+        rows.append(torch.autograd.grad(loss, leaf, allow_unused=True, materialize_grads=True)[0])
+    return torch.stack(rows)
+
+
+def same(fn: Callable[..., Tensor], w: Tensor | None = None, x: Tensor | None = None) -> None:
+    """Gradients, norms and weighted sums are those of the loop, and the batch and params are as they were."""
+    w = torch.randn(3) if w is None else w
+    x = torch.randn(4, 3) if x is None else x
+    before, expected = (w.clone(), x.clone()), loop(fn, w, x)
+    weights = torch.tensor([0.5, 2.0, 3.0, 4.0])[: len(x)]
+    torch.testing.assert_close(psgrad.per_sample_grads(fn, w, x), expected)
+    torch.testing.assert_close(psgrad.per_sample_norms(fn, w, x), expected.flatten(1).norm(dim=1))
+    torch.testing.assert_close(psgrad.weighted_grad(fn, w, x, weights), torch.tensordot(weights, expected, 1))
+    torch.testing.assert_close((w, x), before, rtol=0, atol=0)
+
+
+# ---- writes ------------------------------------------------------------------------------------------------
+
+
+def _changes_then_reruns(w: Tensor, x: Tensor) -> Tensor:
+    x.mul_(2)
+    a = torch.zeros(3)
+    a[0] = x[0]
+    return (w * x * a.sum()).sum()
+
+
+def _changes_a_function_of_w(w: Tensor, x: Tensor) -> Tensor:
+    x.mul_(2)
+    v = w * 2
+    v[0] = 0
+    return (v * x).sum()
+
+
+BUFFER = torch.arange(3.0)
+
+
+def _masked(w: Tensor, x: Tensor) -> Tensor:
+    a = BUFFER * 2
+    a[x > 0] = 7.0
+    return (a * w).sum()
+
+
+def _through_a_view(w: Tensor, x: Tensor) -> Tensor:
+    a = BUFFER.repeat(2)
+    a[:3].mul_(x)
+    return (a[:3] * w).sum()
+
+
+def _by_out(w: Tensor, x: Tensor) -> Tensor:
+    o = torch.empty(3)
+    torch.mul(x, x, out=o)
+    return (o * w).sum()
+
+
+def _selected_view(w: Tensor, x: Tensor) -> Tensor:
+    a = torch.outer(w, x) * 1
+    a[x.argmax()].mul_(2)
+    return a.sum()
+
+
+def _named_view(w: Tensor, x: Tensor) -> Tensor:
+    a = torch.outer(w, x) * 1
+    row = a[x.argmax()]
+    row *= 2
+    return (a * a).sum()
+
+
+def _view_of_a_view(w: Tensor, x: Tensor) -> Tensor:
+    a = torch.outer(w, x) * 1
+    a[x.argmax()][0] = 7.0
+    return (a * a).sum()
+
+
+def _stale_view(w: Tensor, x: Tensor) -> Tensor:
+    a = torch.outer(w, x) * 1
+    row = a[x.argmax()]
+    a.mul_(3)
+    return row.sum()
+
+
+def _added_at(w: Tensor, x: Tensor) -> Tensor:
+    a = torch.outer(w, x) * 1
+    a[x.argmax()] += x
+    return (a * a).sum()
+
+
+def _narrowed(w: Tensor, x: Tensor) -> Tensor:
+    a = torch.outer(w, x) * 1
+    a.narrow(0, x.argmax(), 1).mul_(2)
+    return a.sum()
+
+
+def _lists(w: Tensor, x: Tensor) -> Tensor:
+    a = torch.zeros(3, 3, 3) + 0 * x.sum()
+    a[[2, 0, 1], :, [2, 0, 1]] = torch.arange(9.0).view(3, 3) * w[0] * x[0]
+    return (a * torch.arange(27.0).view(3, 3, 3)).sum()
+
+
+def _detached_function_of_w(w: Tensor, x: Tensor) -> Tensor:
+    v = (w * 2).detach()
+    v.add_(1)
+    return (w * v * x).sum()
+
+
+WRITES = {
+    "sample changed, then a new run for samples written into a new tensor": _changes_then_reruns,
+    "sample changed, then a new run for a function of parameters": _changes_a_function_of_w,
+    "arange": lambda w, x: (torch.arange(3.0).add_(x) * w).sum(),
+    "linspace": lambda w, x: (torch.linspace(0, 1, 3).add_(x) * w).sum(),
+    "a product of a constant": lambda w, x: ((BUFFER * 2).sub_(x) * w).sum(),
+    "stacked constants": lambda w, x: (torch.stack([BUFFER, BUFFER]).mul_(x) * w).sum(),
+    "a mask": _masked,
+    "a view": _through_a_view,
+    "out=": _by_out,
+    "an overload of aten": lambda w, x: (torch.ops.aten.add_.Tensor(torch.zeros(3), x) * w).sum(),
+    "an overload of aten on the sample": lambda w, x: (torch.ops.aten.mul_.Tensor(x, 2.0) * w).sum(),
+    "a view by an index per sample": _selected_view,
+    "a named view by an index per sample": _named_view,
+    "a view of a view by an index per sample": _view_of_a_view,
+    "the original of a view by an index per sample": _stale_view,
+    "x[i] += v": _added_at,
+    "narrow by an index per sample": _narrowed,
+    "lists with a slice between them": _lists,
+    "a detached function of parameters": _detached_function_of_w,
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_writes(name: str) -> None:
+    same(WRITES[name], x=torch.randn(3, 3) if name.startswith("lists") else None)
+
+
+@torch.library.custom_op("psgrad_found::double_", mutates_args={"a"})
+def double_(a: Tensor) -> None:
+    a.mul_(2)
+
+
+def _custom_write(w: Tensor, x: Tensor) -> Tensor:
+    a = torch.ones(3)
+    double_(a)
+    return (a * w * x).sum()
+
+
+def test_a_custom_op_that_writes() -> None:
+    same(_custom_write)
+
+
+def test_assignment_by_an_index_per_sample_needs_no_loop() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", psgrad.FallbackWarning)
+        psgrad.per_sample_grads(_added_at, torch.randn(3), torch.randn(4, 3))
+
+
+@pytest.mark.parametrize("target", ["sample", "parameter"])
+def test_writes_behind_the_modes_back_are_refused(target: str) -> None:
+    class Dirty(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, t: Tensor) -> Tensor:
+            t.mul_(2)
+            ctx.mark_dirty(t)
+            return t
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            return 2 * g
+
+    w, x = torch.randn(3), torch.randn(4, 3)
+    with torch.no_grad():
+        fn = {
+            "sample": lambda w, x: (Dirty.apply(x) * w).sum(),
+            "parameter": lambda w, x: (_doubled(w) * x).sum(),
+        }[target]
+    with pytest.raises(psgrad.PsgradError, match="in place"):
+        psgrad.per_sample_grads(fn, w, x)
+
+
+def _doubled(w: Tensor) -> Tensor:
+    with torch.no_grad():
+        torch.ops.aten.mul_.Tensor(w, 2.0)
+    return w
+
+
+def test_statistics_that_a_norm_has_changed() -> None:
+    def fn(w: Tensor, x: Tensor) -> Tensor:
+        mean, variance = torch.zeros(3), torch.ones(3)
+        F.batch_norm(x * torch.arange(1.0, 5)[:, None], mean, variance, training=True)
+        return (w * mean).sum()
+
+    same(fn)
+
+    class Reading(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.out = nn.BatchNorm1d(3), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.norm(x[0])
+            return self.out(h + self.norm.running_mean)
+
+    model = Reading()
+    fn, params = psgrad.from_module(model, lambda out, t: out.square().sum())
+    batch = torch.randn(4, 5, 3), torch.zeros(4)
+    report = psgrad.verify(fn, params, batch)
+    assert report.samples == 3
+
+
+# ---- control flow ------------------------------------------------------------------------------------------
+
+
+def _swallows(w: Tensor, x: Tensor) -> Tensor:
+    try:
+        v = x.sum().item()
+    except BaseException:
+        v = 0.0
+    return (w * x).sum() * v
+
+
+def _swallows_a_write(w: Tensor, x: Tensor) -> Tensor:
+    with contextlib.suppress(BaseException):
+        x[0] = 5.0
+    return (w * x).sum()
+
+
+@pytest.mark.parametrize("fn", [_swallows, _swallows_a_write])
+def test_a_function_that_catches_everything(fn: Any) -> None:
+    same(fn)
+
+
+def test_both_zeros() -> None:
+    same(lambda w, x: (w * math.copysign(1.0, x.item())).sum(), x=torch.tensor([0.0, -0.0, 0.0]))
+
+
+def test_a_transform_inside_the_loop_for_the_whole_call() -> None:
+    same(lambda w, x: torch.func.grad(lambda v: (v * x).sum() ** 2)(w).sum() + float(x.numpy().sum()))
+
+
+# ---- random numbers ----------------------------------------------------------------------------------------
+
+
+def _seeds(w: Tensor, x: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    return (w * x * torch.randn(3)).sum()
+
+
+def _forks(w: Tensor, x: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        drawn = torch.randn(3)
+    return (w * x * drawn).sum()
+
+
+def _seeds_and_draws_by_aten(w: Tensor, x: Tensor) -> Tensor:
+    torch.manual_seed(3)
+    return (w * torch.ops.aten.randn_like.default(x)).sum()
+
+
+def _seeds_the_generator(w: Tensor, x: Tensor) -> Tensor:
+    torch.default_generator.manual_seed(7)
+    return (w * x * torch.randn(3)).sum()
+
+
+@pytest.mark.parametrize("fn", [_seeds, _forks, _seeds_and_draws_by_aten, _seeds_the_generator])
+def test_seeding_inside_the_function(fn: Any) -> None:
+    w, x = torch.randn(3), torch.randn(4, 3)
+    expected = loop(fn, w, x)
+    for state in (0, 1):  # also where the caller has the very state that the function seeds
+        torch.manual_seed(state)
+        torch.testing.assert_close(psgrad.per_sample_grads(fn, w, x), expected)
+
+
+def test_seeding_is_torchs_own_again() -> None:
+    before = torch.random.manual_seed.__code__, torch.random.set_rng_state.__code__
+    psgrad.per_sample_grads(_seeds, torch.randn(3), torch.randn(4, 3))
+    with pytest.raises(ZeroDivisionError):
+        psgrad.per_sample_grads(lambda w, x: (w * x).sum() / (1 // 0), torch.randn(3), torch.randn(4, 3))
+    assert before == (torch.random.manual_seed.__code__, torch.random.set_rng_state.__code__)
+
+
+def test_seeding_in_another_thread_is_its_own() -> None:
+    w, x = torch.randn(3), torch.randn(4, 3)
+
+    def fn(w: Tensor, x: Tensor) -> Tensor:
+        other = threading.Thread(target=torch.random.get_rng_state)
+        other.start()
+        other.join()
+        return (w * x * torch.rand(3)).sum()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", psgrad.FallbackWarning)
+        psgrad.per_sample_grads(fn, w, x)
+
+
+class Drawing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        ctx.drawn = torch.rand(())
+        return h * ctx.drawn
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * ctx.drawn
+
+
+def test_a_function_that_draws_the_same_for_all() -> None:
+    fn = lambda w, x: Drawing.apply(w * x).sum()
+    found = psgrad.per_sample_grads(fn, torch.ones(3), torch.ones(4, 3), randomness="same")
+    assert (found == found[:1]).all()
+
+
+# ---- backwards ---------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("psgrad_found::clamped", mutates_args=())
+def clamped(a: Tensor) -> Tensor:
+    return a.clone()
+
+
+clamped.register_autograd(lambda ctx, g: g.clamp(-0.1, 0.1))
+
+
+class Normed(torch.autograd.Function):
+    """Says what it does under vmap; its backward is no derivative."""
+
+    @staticmethod
+    def forward(h: Tensor) -> Tensor:
+        return h.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g / g.norm()
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, h: Tensor) -> Any:
+        return Normed.apply(h), in_dims[0]
+
+
+def _prehook(w: Tensor, x: Tensor) -> Tensor:
+    h = w * x
+    h.grad_fn.register_prehook(lambda gs: tuple(g / g.norm() for g in gs))
+    return (h * x).sum()
+
+
+def _packs(w: Tensor, x: Tensor) -> Tensor:
+    def pack(t: Tensor) -> Any:
+        scale = t.abs().max()
+        return (t / scale).mul(8).round(), scale
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda p: p[0] / 8 * p[1]):
+        return (w * x).exp().sum()
+
+
+class Reentrant(torch.autograd.Function):
+    """Runs a closure over the parameters again in its backward, which adds to their `.grad`."""
+
+    @staticmethod
+    def forward(ctx: Any, closure: Any, x: Tensor, anchor: Tensor) -> Tensor:
+        ctx.closure, ctx.x = closure, x
+        with torch.no_grad():
+            return closure(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        with torch.enable_grad():
+            y = ctx.closure(ctx.x)
+        torch.autograd.backward(y, g)
+        return None, None, torch.zeros(())
+
+
+BACKWARDS = {
+    "a custom op's, not linear": lambda w, x: (clamped(w * x) * x).sum(),
+    "a Function's with a vmap of its own": lambda w, x: (Normed.apply(w * x) * x).sum(),
+    "a hook on a node": _prehook,
+    "what autograd saves, packed": _packs,
+}
+
+
+@pytest.mark.parametrize("name", BACKWARDS)
+def test_backwards(name: str) -> None:
+    same(BACKWARDS[name])
+
+
+def test_a_backward_inside_a_backward() -> None:
+    def fn(w: Tensor, x: Tensor) -> Tensor:
+        return Reentrant.apply(lambda t: (w * t).sum() ** 2, x, w.sum() * 0) + (w * x).sum()
+
+    w, x = torch.randn(3), torch.randn(4, 3)
+    expected = torch.stack([torch.func.grad(lambda v, s: (v * s).sum() ** 2 + (v * s).sum())(w, s) for s in x])
+    torch.testing.assert_close(psgrad.per_sample_grads(fn, w, x), expected)
+    torch.testing.assert_close(psgrad.testing.loop_grads(fn, w, x), expected)
+
+
+def test_a_nested_call_is_differentiated_in_the_loop_too() -> None:
+    inner = lambda w, s: (w * s).sum() ** 2
+
+    def fn(w: Tensor, x: Tensor) -> Tensor:
+        return ((w - 0.1 * psgrad.per_sample_grads(inner, w, x[None])[0]) * x).sum()
+
+    w, x = torch.randn(3), torch.randn(4, 3)
+    expected = torch.func.vmap(torch.func.grad(fn), (None, 0))(w, x)
+    torch.testing.assert_close(psgrad.per_sample_grads(fn, w, x), expected)
+    looping = lambda w, x: fn(w, x) + 0 * float(x.numpy().sum())
+    torch.testing.assert_close(psgrad.per_sample_grads(looping, w, x), expected)
+
+
+# ---- numbers -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("offset", "noise"), [(1e6, 1e-3), (1.0, 1e-6), (1.0, 1e-3), (0.0, 1.0)])
+def test_variance_of_gradients_that_hardly_differ(offset: float, noise: float) -> None:
+    x = offset + noise * torch.randn(20, 60)
+    found = psgrad.grad_stats(lambda w, s: F.linear(s, w).sum(), torch.zeros(50, 60), x).variance
+    torch.testing.assert_close(found, x.var(0).expand(50, 60), rtol=1e-6, atol=0.0)
+
+
+def test_numbers_that_index_fill_makes_integers() -> None:
+    same(lambda w, x: ((x * 3).long().index_fill(0, torch.tensor([1]), 2.7) * w).sum())
+
+
+def test_weights_far_from_one() -> None:
+    fn = lambda w, x: ((w * x).sum() * 1e25) * 1e-22
+    ones = torch.ones(3, dtype=torch.float32)
+    found = psgrad.weighted_grad(fn, ones, ones.expand(4, 3), torch.full((4,), 1e-30, dtype=torch.float32))
+    torch.testing.assert_close(found, torch.full((3,), 4e-27, dtype=torch.float32), rtol=1e-6, atol=0.0)
+
+
+# ---- what models keep --------------------------------------------------------------------------------------
+
+
+def test_a_cache_that_a_model_fills_when_it_first_runs() -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.positions = nn.Linear(3, 2), None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.positions is None:
+                self.positions = torch.arange(3.0).cos()
+            return self.layer(x + self.positions)
+
+    model = Positions()
+    fn, params = psgrad.from_module(model, lambda out, t: out.square().sum())
+    batch = torch.randn(4, 3), torch.zeros(4)
+    psgrad.explain(fn, params, batch)
+    assert model.positions is None
+    found = psgrad.per_sample_grads(fn, params, batch, max_bytes="1MB")
+    assert type(found["layer.weight"]) is Tensor
+    assert type(model.positions) is Tensor
+    model(batch[0])
