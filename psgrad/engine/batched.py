@@ -13,11 +13,10 @@ from torch import Tensor
 from ..errors import UnsupportedOpError
 from ..registry.params import Source
 from ..torch_ import autograd, levels
-from ..torch_.autograd import FUNCTIONS_SEEN
-from ..torch_.compiler import CompilerLoaded, compilers_noticed, eagerly
+from ..torch_.compiler import CompilerLoaded, eagerly, is_loaded
 from ..torch_.functions import opened
-from ..torch_.random import SEEDING_SEEN
 from ..torch_.storage import is_view, storage_of, versions_of
+from ..torch_.watching import WATCHING
 from .checkpoint import Following
 from .collectors import Collector
 from .mode import Mode, RunOptions
@@ -43,7 +42,7 @@ def run_together(
     options, logged = RunOptions(save_memory=problem.save_memory), 0 if log is None else len(log)
     while True:
         try:
-            with eagerly(), FUNCTIONS_SEEN, SEEDING_SEEN:
+            with eagerly(), WATCHING:
                 return _attempt(problem.copied() if on_copies else problem, collector, options, log)
         except Rerun as rerun:
             options = options._replace(**{rerun.option: True})  # each is asked for once
@@ -58,7 +57,8 @@ def run_together(
 def _attempt(problem: Problem, collector: Collector, options: RunOptions, log: list[UseRecord] | None) -> Outcome:
     """One forward and one backward."""
     n, mode = problem.n, Mode(problem, collector, options, log)
-    before = versions_of((*problem.params, *mode.batch))
+    given = [*problem.params, *[t for t in mode.batch if isinstance(t, Tensor)]]
+    before = versions_of(given)
     roots = [p.contiguous() for p in problem.params]
     leaves = [p.expand(n, *p.shape).requires_grad_() for p in roots]
     mode.anchor = leaves[0]
@@ -68,18 +68,20 @@ def _attempt(problem: Problem, collector: Collector, options: RunOptions, log: l
             mode.track(Source(i, problem.name, p, leaf)) for i, (p, leaf) in enumerate(zip(roots, leaves, strict=True))
         ]
         sample = [levels.wrap(t, level) if b else t for t, b in zip(problem.batch, problem.batched, strict=True)]
-        with compilers_noticed():
-            try:
-                out = problem.call(params, sample, mode)  # fn runs here, once
-            finally:
-                if mode.signal is not None:  # whatever `fn` has made of it
-                    raise mode.signal
+        loaded = is_loaded()
+        try:
+            out = problem.call(params, sample, mode)  # fn runs here, once
+        finally:
+            if not loaded and is_loaded():
+                raise CompilerLoaded
+            if mode.signal is not None:  # whatever `fn` has made of it
+                raise mode.signal
         losses = levels.unwrap(out.loss, n, level)
         aux = [levels.unwrap(a, n, level) for a in out.aux]
     mode.draws.check()
     if mode.view_copies:
         refuse_lost_writes(mode)
-    if versions_of((*problem.params, *mode.batch)) != before:
+    if versions_of(given) != before:
         raise _changed(problem, before)
     if losses.requires_grad and _backward(losses, mode, problem.seed):
         problem.reached.append(True)

@@ -14,9 +14,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..torch_ import checkpoints
-from ..torch_.autograd import FunctionCall
 from ..torch_.checkpoints import saved_tensor_hooks
 from ..torch_.modules import buffers_of, contents, parameters_of, reachable_modules
+from ..torch_.watching import FunctionCall
 from .control_flow import body_of
 from .held import HELD, OwnParameters
 from .signals import NeedsLoop

@@ -240,13 +240,13 @@ class NormCollector(FactorCollector):
 
     def norms(self) -> list[Tensor | None]:
         """Norms (N,) of every parameter; None where all are zero."""
-        return [self._norms(i) for i in range(len(self.params))]
-
-    def _norms(self, i: int) -> Tensor | None:
-        if i in self.taken:
-            return self.taken[i]
-        own = self._sum(i)
-        return None if own is None else own.norms_with(self.memo)
+        found: list[Tensor | None] = []
+        for i in range(len(self.params)):
+            norms = self.taken.get(i)
+            if norms is None and (own := self._sum(i)) is not None:
+                norms = own.norms_with(self.memo)
+            found.append(norms)
+        return found
 
 
 _MODERATE = (1e-6, 1e6)  # weights that a backward in float32 takes without harm

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..torch_.random import seedings
-from ..torch_.tracing import is_dispatch_watched
+from ..torch_.tracing import dispatch_modes
+from ..torch_.watching import seedings
 from .problem import generators
 from .signals import NeedsLoop
 
@@ -44,14 +44,16 @@ class Draws:
 
     def __init__(self, params: Sequence[Tensor], randomness: str) -> None:
         self.params = params
-        self.watches = randomness == "different" and not is_dispatch_watched()
+        self.watches = randomness == "different" and not dispatch_modes()
         self.seedings = seedings() if self.watches else None
-        self.elsewhere = self._states() if self.watches else {}
+        self.elsewhere: dict[torch.device, Tensor] = {}
+        for p in params:
+            if not p.is_cpu:
+                self.elsewhere = self._states() if self.watches else {}
+                break
 
     def _states(self) -> dict[torch.device, Tensor]:
         """The states of generators off the CPU, where seeding is not noticed as such."""
-        if all([p.is_cpu for p in self.params]):  # noqa: C419, faster
-            return {}
         return {device: state for device, state in generators(self.params).items() if device.type != "cpu"}
 
     def before(self, generator: Any) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..errors import PsgradError, is_out_of_memory, name_of, place, reason_of
 from ..torch_ import levels, operators
-from ..torch_.autograd import FunctionCall, says_vmap, vmaps_its_backward
 from ..torch_.functions import (
     ANSWERS,
     ATTENTION,
@@ -37,6 +36,7 @@ from ..torch_.functions import (
 )
 from ..torch_.storage import storage_of
 from ..torch_.tracing import NO_VALUES
+from ..torch_.watching import FunctionCall, says_vmap, vmaps_its_backward
 from . import checkpoint, constants, faults, op_loop, ragged_indexing
 from .answers import answer, graph_of, pretend_requires_grad, requires_grad
 from .control_flow import body_of

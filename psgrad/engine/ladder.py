@@ -24,7 +24,7 @@ from ..errors import (
     place_of,
     reason_of,
 )
-from ..torch_.compiler import CompilerLoaded, compilers_noticed, eagerly
+from ..torch_.compiler import CompilerLoaded, eagerly, is_loaded
 from ..torch_.storage import version_of, versions_of
 from .batched import Outcome, run_together, seen_grad
 from .checkpoint import Following
@@ -128,11 +128,13 @@ class _Refusal(NamedTuple):
 
 
 def _attempt(problem: Problem, collector: C, on_copies: bool) -> Group[C] | _Refusal:
-    before = versions_of(problem.batch)
-    found: Group[C] | _Refusal
+    given = [t for t in problem.batch if isinstance(t, Tensor)]
+    before = versions_of(given)
     try:
+        if problem.randomness == "different":
+            return Group(None, collector, run_together(problem, collector, on_copies=on_copies))
         with _drawing_of(problem):
-            found = Group(None, collector, run_together(problem, collector, on_copies=on_copies))
+            return Group(None, collector, run_together(problem, collector, on_copies=on_copies))
     except Diverged as diverged:
         found = _Refusal(diverged.groups, place_of(diverged))
     except SampleWritten:
@@ -147,7 +149,7 @@ def _attempt(problem: Problem, collector: C, on_copies: bool) -> Group[C] | _Ref
         if problem.randomness == "error" and "randomness error mode" in str(error):
             raise _drawing(place_of(error)) from None
         found = _Refusal([], place_of(error), reason_of(error))
-    if isinstance(found, _Refusal) and versions_of(problem.batch) != before:
+    if versions_of(given) != before:
         raise UnsupportedOpError(
             "fn changes its sample in place, and has to run more than once\n  change a clone of the sample instead."
         )
@@ -289,8 +291,13 @@ def _called(one: Problem, params: list[Tensor], following: Following) -> tuple[l
     """`fn` for one sample; and what models held meanwhile."""
     HELD.looping += 1
     try:
-        with _drawing_of(one), recorded() as held, eagerly(), compilers_noticed():
-            return held, one.call(params, one.copied().sample(0), following)
+        with _drawing_of(one), recorded() as held, eagerly():
+            loaded = is_loaded()
+            try:
+                return held, one.call(params, one.copied().sample(0), following)
+            finally:
+                if not loaded and is_loaded():
+                    raise CompilerLoaded
     except StopIteration as error:
         raise _Carried(error) from None
     finally:

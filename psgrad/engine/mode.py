@@ -26,8 +26,8 @@ from ..errors import RuleError, name_of, place
 from ..registry.params import Param, Source
 from ..registry.rule import REDIRECTS, RULES, Entry
 from ..torch_ import levels
-from ..torch_.autograd import CUSTOM_FUNCTION_CALL, FunctionCall
 from ..torch_.checkpoints import saved_tensor_hooks
+from ..torch_.watching import CUSTOM_FUNCTION_CALL, FunctionCall
 from . import checkpoint
 from .collectors import Collector
 from .draws import Draws

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..torch_ import levels
-from ..torch_.autograd import FunctionCall
+from ..torch_.watching import FunctionCall
 from .signals import NeedsLoop, split_by_keys
 
 

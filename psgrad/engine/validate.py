@@ -78,12 +78,14 @@ def _own(t: Tensor) -> Tensor:
 def flat_params(params: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
     leaves, spec = optree.tree_flatten(params)
     for i, leaf in enumerate(leaves):
+        if type(leaf) is Tensor and leaf.is_floating_point():
+            continue
         if not isinstance(leaf, Tensor):
             remedy = "params holds just what is differentiated: let fn close over the rest."
             if isinstance(leaf, (torch.nn.Module, Iterator)):  # such as model.parameters()
                 remedy = "give dict(model.named_parameters()), or what from_module returns."
             raise ArgumentTypeError(f"{paths(spec, 'params')[i]} is {kind_of(leaf)}, not a tensor\n  {remedy}")
-        if type(leaf) is not Tensor and _is_dtensor(leaf):
+        if _is_dtensor(leaf):
             raise ArgumentTypeError(
                 f"{paths(spec, 'params')[i]} is a DTensor, which is not supported\n"
                 "  give its full_tensor(), or its to_local()."

@@ -14,7 +14,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ..torch_.tracing import is_dispatch_watched
+from ..torch_.tracing import dispatch_modes
 
 _LARGE = 32 << 20  # up to this malloc keeps what is freed: 16 MB took 0.9 ms, on huge pages 1.3; 64 MB 25 ms and 5.6
 _PLAIN = (Tensor, torch.nn.Parameter)  # not fake tensors
@@ -26,7 +26,7 @@ def is_large(shape: Sequence[int], like: Tensor) -> bool:
     if prod(shape) * like.element_size() <= _LARGE:
         return False
     plain = type(like) in _PLAIN and like.device.type == "cpu"
-    return _HUGE_PAGES and plain and not is_dispatch_watched()  # a tracer wants ops it can see
+    return _HUGE_PAGES and plain and not dispatch_modes()  # a tracer wants ops it can see
 
 
 def empty(shape: Sequence[int], like: Tensor) -> Tensor:

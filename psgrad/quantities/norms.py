@@ -178,9 +178,14 @@ class Norms(Quantity[_Found, list[Tensor]]):
         return [torch.cat(parts) for parts in zip(*state.chunks, strict=True)] or state.none
 
 
-def norms_of_chunk(chunk: Problem, run: Run, per_param: bool = False) -> tuple[list[Tensor], Outcome]:
-    """Norms (N,), or those of each parameter, and what came out besides."""
-    draws = generators(chunk.params) if chunk.randomness == "different" else {}
+def norms_of_chunk(
+    chunk: Problem, run: Run, per_param: bool = False, repeats_draws: bool = False
+) -> tuple[list[Tensor], Outcome]:
+    """Norms (N,), or those of each parameter, and what came out besides.
+
+    `repeats_draws`: whatever way they are found, random numbers are drawn from where the generators are now.
+    """
+    draws = generators(chunk.params) if repeats_draws else {}
     try:
         return _norms_by(_early, chunk, run, per_param)
     except NormTakenTooEarly:

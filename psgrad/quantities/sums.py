@@ -311,7 +311,7 @@ class TwoPasses(Quantity[FromNorms, FromNorms]):
         return FromNorms(_starting_totals(whole, step), [], [no_values(whole)])
 
     def look(self, state: FromNorms, chunk: Problem, run: Run) -> Outcome:
-        norms, outcome = norms_of_chunk(chunk, run)
+        norms, outcome = norms_of_chunk(chunk, run, repeats_draws=True)
         state.norms.append(norms)
         return outcome
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..errors import ArgumentTypeError, PsgradError, RuleError, Spot, is_out_of_memory, name_of, spot
 from ..factors.base import Factor
 from ..torch_ import operators, tracing
-from ..torch_.autograd import FunctionCall
+from ..torch_.watching import FunctionCall
 from .params import Param
 from .rule import REDIRECTS, RULES, BatchFold, Call, Composite, Decline, Entry, Needs, Rule
 

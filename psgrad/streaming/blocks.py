@@ -86,9 +86,12 @@ def norms_of_block(block: Block) -> Tensor | None:
 def norm_of_all(norms: Sequence[Tensor | None]) -> Tensor | None:
     """The norms of all parameters together; None where all gradients are zero."""
     there = [t for t in norms if t is not None]
-    if len({t.device for t in there}) > 1:
-        there = [t.to(there[0].device) for t in there]
-    return norm_of_norms(there) if there else None
+    if not there:
+        return None
+    try:
+        return norm_of_norms(there)
+    except RuntimeError:  # on several devices
+        return norm_of_norms([t.to(there[0].device) for t in there])
 
 
 def add_sums(

@@ -65,23 +65,6 @@ class CompilerLoaded(BaseException):
     """`fn` was the first to use torch.compile (torch.cond does), too late for `eagerly`. Not for `fn` to catch."""
 
 
-class _CompilersNoticed:
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        if is_loaded():
-            raise CompilerLoaded
-
-
-_COMPILERS_NOTICED = _CompilersNoticed()
-
-
-def compilers_noticed() -> contextlib.AbstractContextManager[None]:
-    """Raises `CompilerLoaded` at its end if dynamo was loaded inside: whatever came of it, it has to run once more."""
-    return _NOTHING if is_loaded() else _COMPILERS_NOTICED
-
-
 _SKIPPED = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)  # itself, and what it calls
 
 

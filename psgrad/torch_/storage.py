@@ -3,9 +3,10 @@
 Views of one storage may lie side by side, or in between: `is_distinct` and `first_clash` go number by number.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from math import gcd
+from operator import attrgetter, methodcaller
 
 import torch
 from torch import Tensor
@@ -26,24 +27,14 @@ def shares_memory(a: Tensor, b: Tensor) -> bool:
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata  # type: ignore[no-any-return]
 
 
-def version_of(t: Tensor) -> int:
-    """How often `t` has been written to."""
-    return t._version
+version_of: Callable[[Tensor], int] = attrgetter("_version")  # how often a tensor has been written to
+base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")  # what a tensor is a view of, as far as autograd knows
+is_view: Callable[[Tensor], bool] = methodcaller("_is_view")  # whether autograd knows a tensor as a view of another
 
 
-def versions_of(values: Iterable[object]) -> list[int]:
-    """How often each tensor among the values has been written to."""
-    return [v._version for v in values if isinstance(v, Tensor)]
-
-
-def base_of(t: Tensor) -> Tensor | None:
-    """The tensor that `t` is a view of; None: none that autograd knows."""
-    return t._base
-
-
-def is_view(t: Tensor) -> bool:
-    """Whether autograd knows `t` as a view of another tensor."""
-    return t._is_view()
+def versions_of(tensors: Iterable[Tensor]) -> list[int]:
+    """How often each tensor has been written to."""
+    return list(map(version_of, tensors))
 
 
 def is_distinct(t: Tensor) -> bool:

@@ -1,5 +1,6 @@
 """Whether tensors have values, and whether ops are being recorded: what may be decided by looking at numbers."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode as FakeTensorMode,
 )
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 NO_VALUES = (DataDependentOutputException, DynamicOutputShapeException)  # a fake tensor is asked for what it has not
 FAKE_TENSOR_LOG = "torch._subclasses.fake_tensor"
@@ -36,6 +36,5 @@ def is_faking() -> bool:
     return torch._C._get_dispatch_mode(_FAKE) is not None
 
 
-def is_dispatch_watched() -> bool:
-    """Whether a mode sees every op that torch dispatches: a tracer, a meter, fake tensors."""
-    return _get_current_dispatch_mode() is not None
+# How many modes see every op that torch dispatches: tracers, meters, fake tensors.
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack

@@ -19,7 +19,8 @@ PRIVATE: Mapping[str, str] = {  # names by their module; of alternatives (a|b) o
     ),
     "torch._C": (
         "DisableTorchFunction TensorBase _TorchDispatchModeKey.FAKE _TorchDispatchModeKey.PROXY _get_dispatch_mode "
-        "_is_any_autocast_enabled _is_torch_function_mode_enabled _jit_resolve_packet "
+        "_is_any_autocast_enabled _is_torch_function_mode_enabled _jit_resolve_packet _len_torch_dispatch_stack "
+        "_dispatch_has_kernel_for_dispatch_key "
         "_autograd._top_saved_tensors_default_hooks _nn.cross_entropy_loss _nn.pad_sequence"
     ),
     "torch._C._dynamo.eval_frame": "_FrameAction.SKIP _FrameExecStrategy set_code_exec_strategy",
@@ -33,7 +34,7 @@ PRIVATE: Mapping[str, str] = {  # names by their module; of alternatives (a|b) o
     "torch._ops": "HigherOrderOperator OpOverload OpOverloadPacket",
     "torch._subclasses.fake_tensor": "DataDependentOutputException DynamicOutputShapeException FakeTensorMode",
     "torch.autograd": "Variable._execution_engine.run_backward",
-    "torch.utils._python_dispatch": "TorchDispatchMode _get_current_dispatch_mode",
+    "torch.utils._python_dispatch": "TorchDispatchMode",
     "torch.utils.checkpoint": "_CheckpointFrame _CheckpointFrame.save_inputs|_NoopSaveInputs",
 }
 
