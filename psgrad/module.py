@@ -1,8 +1,6 @@
 """A module and a loss as a pure function of parameters and one sample."""
 
 import sys
-import threading
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,12 +8,11 @@ import optree
 import torch
 from torch import Tensor
 
-from .engine.held import HELD
-from .errors import ArgumentError, ArgumentTypeError, UnsupportedOpError
+from .errors import ArgumentError, ArgumentTypeError
+from .swap import Slots, Swap
 from .torch_.autograd import without_modes
 from .torch_.compiler import uncompiled
 from .torch_.functions import is_composite, opened
-from .torch_.modules import Home, buffers_of, parameters_of
 
 Fn = Callable[[dict[str, Tensor], Any], Tensor]
 
@@ -80,34 +77,23 @@ def from_module(model: torch.nn.Module, loss: Callable[[Any, Any], Tensor]) -> t
     given = loss
     if is_composite(loss):
         loss = opened(loss)  # modes see what it is made of, without its own hand-over: 20 us
-    lock = _LOCKS.setdefault(model, threading.RLock())  # two threads would see each other's parameters
-    with lock:
-        slots = _slots(model)
-    modules = [module for module in model.modules() if buffers_of(module)]
-    caches = [  # tensors beside the parameters: what the older weight_norm sets, what recurrent layers keep
-        (vars(module), key)
-        for module in model.modules()
-        for key, value in vars(module).items()
-        if isinstance(value, Tensor) or key == "_flat_weights"
-    ]
-    params = {name: p.detach() for _, _, name, p in slots if p.requires_grad}
+    slots = Slots(model)
+    params, known = slots.trainable(), slots.names
     if not params:
         raise ArgumentError("no parameter of the model has requires_grad\n  set it on those to differentiate.")
-
-    known = {name for _, _, name, _ in slots}
 
     def fn(params: dict[str, Tensor], sample: Any) -> Tensor:
         if not isinstance(params, Mapping) or not params.keys() <= known:
             raise _strangers(params, known)
         inputs, target = _pair(sample)
-        with _Holding(model, lock, slots, modules, caches, params):
+        with Swap(slots, params):
             if isinstance(inputs, dict):
                 output = model(**inputs)
             else:
                 output = model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
         return loss(output, target)
 
-    vars(fn)["psgrad_module"] = (model, given, lock)  # for `verify`, which calls them without all this
+    vars(fn)["psgrad_module"] = (model, given, slots.lock)  # for `verify`, which calls them without all this
     return fn, params
 
 
@@ -123,21 +109,6 @@ def _strangers(params: Any, known: set[str]) -> Exception:
     )
 
 
-_LOCKS: "weakref.WeakKeyDictionary[torch.nn.Module, threading.RLock]" = weakref.WeakKeyDictionary()
-Slot = tuple[Home, str, str, torch.nn.Parameter]
-
-
-def _slots(model: torch.nn.Module) -> list[Slot]:
-    """Where the model holds parameters: (home, key, name, parameter), a tied one under its first name."""
-    names: dict[int, str] = {}
-    return [
-        (parameters_of(module), key, names.setdefault(id(p), f"{path}.{key}" if path else key), p)
-        for path, module in model.named_modules()  # each module once, whatever the number of paths to it
-        for key, p in parameters_of(module).items()
-        if p is not None
-    ]
-
-
 def _refuse_sharded(model: torch.nn.Module) -> None:
     """FSDP puts parameters of its own into a module while that runs, whatever was there."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # where nobody has loaded it, no module is sharded
@@ -151,95 +122,6 @@ def _refuse_sharded(model: torch.nn.Module) -> None:
                     f"the model is sharded by {name}, which replaces parameters while it runs\n"
                     f"  give the model before {name}."
                 )
-
-
-class _Holding:
-    """Inside, the model holds `params`; its other parameters are frozen, its buffers copies it may change.
-
-    What torch.func.functional_call does, but it also restores a module that sits at two paths, sees where the model
-    has put something else in the place of a parameter, and takes a third of the time (0.05 ms less for a small net).
-    """
-
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        lock: threading.RLock,
-        slots: list[Slot],
-        buffered: list[torch.nn.Module],
-        caches: list[tuple[Home, str]],
-        params: dict[str, Tensor],
-    ) -> None:
-        self.model, self.lock = model, lock
-        self.slots, self.buffered, self.caches, self.params = slots, buffered, caches, params
-        self.before: list[tuple[Home, str, Any, Any]] = []  # what was there, and what was put there to stay
-
-    def __enter__(self) -> None:
-        self.lock.acquire()
-        held, params, before = HELD, self.params, self.before
-        held.locks.append(self.lock)
-        held.holdings.append(self)
-        try:
-            for home, key, name, p in self.slots:
-                there = home[key]
-                if there is not p and type(there) is torch.nn.Parameter:
-                    raise _replaced(name)
-                given = params.get(name)
-                before.append((home, key, there, given))
-                home[key] = p.detach() if given is None else given
-            for home, key in self.caches:
-                if key in home:
-                    before.append((home, key, home[key], None))
-            for module in self.buffered:
-                home = buffers_of(module)
-                for key, b in home.items():
-                    if b is not None:
-                        before.append((home, key, b, None))
-                        home[key] = b.clone()
-        except BaseException:
-            self._restore()
-            raise
-        if held.record is not None:
-            held.record.append(self)
-
-    def __exit__(self, error: object, *_: object) -> None:
-        lost = self._restore()
-        if lost is not None and error is None:
-            raise self._lost(lost)
-
-    def _restore(self) -> Tensor | None:
-        """The model holds its own again. Returns a parameter that was not where it was put, if there is one."""
-        lost, held = None, HELD
-        for home, key, there, given in reversed(self.before):  # two modules may share a home
-            if given is not None and home.get(key) is not given:
-                lost = given
-            home[key] = there
-        self.before.clear()
-        held.holdings.pop()
-        held.locks.pop()
-        self.lock.release()
-        return lost
-
-    def own(self, t: Tensor) -> str | None:
-        """The name of the parameter that `t` is, where another stands in for it."""
-        return next((name for _, _, name, p in self.slots if p is t and name in self.params), None)
-
-    def _lost(self, given: Tensor) -> UnsupportedOpError:
-        name = next(name for name, p in self.params.items() if p is given)
-        path = name.rpartition(".")[0]
-        module = self.model.get_submodule(path)
-        where = f"in {path!r}, a {type(module).__name__}" if path else f"in the model, a {type(module).__name__}"
-        return UnsupportedOpError(
-            f"the model replaced params[{name!r}] while it ran, so that its gradient would be lost\n"
-            f"  {where}\n"
-            "  a hook or a wrapper puts another tensor there: give the module without it, or write fn yourself."
-        )
-
-
-def _replaced(name: str) -> ArgumentError:
-    return ArgumentError(
-        f"parameter {name!r} of the model is another than when from_module was called\n"
-        "  load_state_dict(assign=True) and assignments replace parameters: call from_module again."
-    )
 
 
 def _pair(sample: Any) -> tuple[Any, Any]:
