@@ -228,7 +228,12 @@ def run_rule(mode: "Mode", rule: Entry, func: Any, args: Any, kwargs: Any, opera
         return func(*args, **kwargs)
     if isinstance(call, Decline):
         return _left_to_vmap(mode, func, args, kwargs, params, call.reason)
-    bound = BoundRule(rule, call.options, call.params, mode.collector)
+    return _run_call(mode, rule, call, func, args, kwargs, operands)
+
+
+def _run_call(mode: "Mode", rule: Rule, call: Call, func: Any, args: Any, kwargs: Any, operands: "Operands") -> Any:
+    """A call that the rule has taken."""
+    params, bound = operands.params, BoundRule(rule, call.options, call.params, mode.collector)
     if bound.is_complex or call.x.dtype.is_complex:
         return _left_to_vmap(mode, func, args, kwargs, params, "complex numbers")
     of_params = not operands.samples and not bound.constants and isinstance(call.x, Param)
