@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import optree
@@ -42,7 +43,7 @@ def validated(
     own = (lambda t: t) if attached or is_nested() else _own
     leaves, params_spec = flat_params(params)
     batch_leaves, batched, batch_spec, n = _flat_batch(batch, in_dims, own)
-    leaves = [own(leaf) for leaf in leaves]
+    leaves = _all_own(leaves, own)
     start = generators(leaves) if randomness == "same" else None
     return Problem(
         fn,
@@ -65,6 +66,17 @@ def check_positive(name: str, value: object) -> None:
     """An option that is a positive int or None."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise ArgumentError(f"{name}={value!r} is not a positive int\n  give one, or None for no bound.")
+
+
+_is_inference: Callable[[Tensor], bool] = methodcaller("is_inference")
+_requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
+
+
+def _all_own(tensors: list[Tensor], own: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """`own` of each; most calls have nothing to change, and small ones notice the loop."""
+    if any(map(_requires_grad, tensors)) or any(map(_is_inference, tensors)):
+        return [own(t) for t in tensors]
+    return tensors
 
 
 def _own(t: Tensor) -> Tensor:
@@ -117,7 +129,7 @@ def _flat_batch(
     if type(in_dims) is int and in_dims == 0:
         sizes = [t.shape[0] if isinstance(t, Tensor) and t.dim() else -1 for t in leaves]
         if sizes and min(sizes) == max(sizes) >= 0:  # as most batches are
-            return [own(t) for t in leaves], [True] * len(leaves), spec, sizes[0]
+            return _all_own(leaves, own), [True] * len(leaves), spec, sizes[0]
     try:
         whole = type(in_dims) is int
         dims = [in_dims] * len(leaves) if whole else optree.broadcast_prefix(in_dims, batch, none_is_leaf=True)
