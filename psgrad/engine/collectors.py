@@ -198,11 +198,11 @@ class FactorCollector(Collector):
 
     def result(self) -> list[Sum | None]:
         """What is known of each parameter's gradients; None: all are zero."""
-        return [self._sum(i) for i in range(len(self.params))]
+        take = self.terms.pop
+        return [sum_of(take(i, ()), p.shape) for i, p in enumerate(self.params)]
 
     def _sum(self, i: int) -> Sum | None:
-        terms = self.terms.pop(i, None)
-        return None if terms is None else sum_of(terms, self.params[i].shape)
+        return sum_of(self.terms.pop(i, ()), self.params[i].shape)
 
 
 class NormTakenTooEarly(BaseException):

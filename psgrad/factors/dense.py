@@ -28,6 +28,9 @@ class Dense(Factor):
     def shape(self) -> tuple[int, ...]:
         return tuple(self.grads.shape[1:])
 
+    def bytes(self) -> tuple[int, int]:
+        return self.grads.nbytes, self.grads.nbytes
+
     def dense(self, out: Tensor | None = None) -> Tensor:
         if out is not None:
             return out.copy_(self.grads)

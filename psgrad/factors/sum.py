@@ -147,7 +147,7 @@ class Sum(Factor):
         else:
             like, rest = self.tensors()[-1], list(self.terms)
             total = like.new_zeros(self.whole, dtype=wide(like.dtype))
-        return self._add(rest, total, w)
+        return self._add(rest, total, w) if rest else total
 
     def add_weighted(self, total: Tensor, w: Tensor | None = None) -> None:
         if total.is_contiguous():
