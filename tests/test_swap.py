@@ -14,6 +14,11 @@ from psgrad.swap import Slots, Swap
 from .modules import MODULES, Entry
 
 
+@pytest.fixture(autouse=True)
+def float64() -> None:
+    torch.set_default_dtype(torch.float64)  # conftest puts it back
+
+
 def sums(out: Any) -> list[Tensor]:
     return [t for t in optree.tree_leaves(out) if isinstance(t, Tensor) and t.is_floating_point()]
 
