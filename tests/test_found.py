@@ -132,6 +132,25 @@ def _detached_function_of_w(w: Tensor, x: Tensor) -> Tensor:
     return (w * v * x).sum()
 
 
+class Viewing(torch.autograd.Function):
+    """In the old style, and gives a view of its input."""
+
+    @staticmethod
+    def forward(ctx: Any, number: int, y: Tensor) -> Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return None, g
+
+
+def _view_by_a_function(w: Tensor, x: Tensor) -> Tensor:
+    y = x * 2
+    with torch.no_grad():
+        Viewing.apply(3, y).mul_(5)
+    return (y * w).sum()
+
+
 WRITES = {
     "sample changed, then a new run for samples written into a new tensor": _changes_then_reruns,
     "sample changed, then a new run for a function of parameters": _changes_a_function_of_w,
@@ -150,6 +169,7 @@ WRITES = {
     "the original of a view by an index per sample": _stale_view,
     "x[i] += v": _added_at,
     "narrow by an index per sample": _narrowed,
+    "a view that a Function gives": _view_by_a_function,
     "lists with a slice between them": _lists,
     "a detached function of parameters": _detached_function_of_w,
 }

@@ -140,7 +140,7 @@ def index_raggedly(mode: "Mode", call: "TorchCall") -> Any:
     else:
         return NotImplemented
     if ragged_indexing.selects(func, args, mode.level):
-        note_view(mode, args, found)
+        note_view(mode, args[0], found, args[1])
     return found
 
 
@@ -372,10 +372,10 @@ def run_alone(mode: "Mode", func: Any, args: Any, kwargs: Any, why: str = "") ->
         check_write(mode, func, args, kwargs)
     if func in UPDATES:
         args, kwargs = own_statistics(mode, func, args, kwargs)
-    found = op_loop.run(func, args, kwargs, mode.n, mode.level, is_writing)
+    found, original = op_loop.run(func, args, kwargs, mode.n, mode.level, is_writing)
     mode.draws.after()
-    if not is_writing and args and (func in VIEWS or isinstance(func, FunctionCall)):
-        note_view(mode, args, found)
+    if original is not None:
+        note_view(mode, original, found)
     if why:
         mode.looped.setdefault(name_of(func), f"at {place()}: {why}")
     return found

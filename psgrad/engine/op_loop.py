@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..torch_ import levels
+from ..torch_.storage import shares_memory
 from ..torch_.watching import FunctionCall
 from .signals import NeedsLoop, split_by_keys
 
@@ -43,15 +44,16 @@ def is_sampled(args: Any, kwargs: Any, level: int) -> bool:
     return any(isinstance(t, Tensor) and levels.is_batched(t, level) for t in leaves((args, kwargs)))
 
 
-def run(func: Any, args: Any, kwargs: Any, n: int, level: int, writes: bool) -> Any:
+def run(func: Any, args: Any, kwargs: Any, n: int, level: int, writes: bool) -> tuple[Any, Tensor | None]:
     """`func` for each of n samples; `writes`: it changes its first argument, and returns that.
 
-    Samples for which it raises, or gives something of another shape or another Python value, part ways.
+    And the argument of which the result is a view for each sample, if there is one: here it is a copy. Samples for
+    which `func` raises, or gives something of another shape or another Python value, part ways.
     """
     given: Any = (args, kwargs)
-    leaves, spec = optree.tree_flatten(given, none_is_leaf=True)
+    flat, spec = optree.tree_flatten(given, none_is_leaf=True)
     rows: list[Sequence[Any]] = []
-    for i, leaf in enumerate(leaves):
+    for i, leaf in enumerate(flat):
         if not isinstance(leaf, Tensor) or not levels.is_batched(leaf, level):
             if writes and i == 0:
                 raise NeedsLoop("fn writes samples into a tensor that they share")
@@ -80,7 +82,19 @@ def run(func: Any, args: Any, kwargs: Any, n: int, level: int, writes: bool) -> 
             raise errors[0]
         finally:
             del errors, error  # which would keep this frame, and with it all rows, in a circle
-    return args[0] if writes else _stacked(found, level)
+    if writes:
+        return args[0], None
+    return _stacked(found, level), _original(found[0], given, [row[0] for row in rows])
+
+
+def _original(result: Any, given: Any, row: list[Any]) -> Tensor | None:
+    """The argument whose memory a sample's result shares; `row`: the sample's arguments."""
+    for leaf, own in zip(leaves(given), row, strict=True):
+        if isinstance(own, Tensor) and own is not leaf:
+            for t in leaves(result):
+                if isinstance(t, Tensor) and t.layout is own.layout is torch.strided and shares_memory(t, own):
+                    return leaf  # type: ignore[no-any-return]
+    return None
 
 
 def _stacked(found: list[Any], level: int) -> Any:

@@ -33,13 +33,12 @@ class ViewCopy:
     is_dirty: bool = False  # the copy has been written to, and the original not yet
 
 
-def note_view(mode: "Mode", call_args: Any, found: Any) -> None:
-    """Remember that `found` stands for a view of the call's first argument."""
-    original = _storage(mode, call_args[0])
+def note_view(mode: "Mode", original: Tensor, found: Any, index: Any = None) -> None:
+    """Remember that `found` stands for a view of `original`."""
+    storage = _storage(mode, original)
     for t in op_loop.leaves(found):
         if isinstance(t, Tensor) and levels.is_batched(t, mode.level):
-            index = call_args[1] if len(call_args) > 1 else None
-            mode.view_copies.append(ViewCopy(original, _storage(mode, t), t, index))
+            mode.view_copies.append(ViewCopy(storage, _storage(mode, t), t, index))
 
 
 def _storage(mode: "Mode", t: Tensor) -> int:
