@@ -13,7 +13,7 @@ gets in the backward. Here is one for `torch.hypot(x, w)` with a single number w
 >>> def backward(options, g, x, params, saved, needs):
 ...     each = g / saved[0]
 ...     gx = each * x if needs.x else None
-...     gw = params[0] * each.flatten(1).sum(1, keepdim=True)  # (N, 1)
+...     gw = params[0] * each.reshape(len(x), -1).sum(1, keepdim=True)  # (N, 1)
 ...     return gx, [Dense(gw)]
 >>> rule = register(Rule("hypot", (torch.hypot,), bind, forward, backward, saves=1))
 >>> fn = lambda p, x: torch.hypot(x, p["w"]).sin().sum()

@@ -57,6 +57,11 @@ def from_module(model: torch.nn.Module, loss: Callable[[Any, Any], Tensor]) -> t
         ArgumentTypeError: `model` is not a module or `loss` is not callable.
         ArgumentError: no parameter of `model` is trainable.
     """
+    if isinstance(loss, torch.nn.Module) and callable(model) and not isinstance(model, torch.nn.Module):
+        raise ArgumentTypeError(
+            f"model is a {type(model).__name__}, and loss a {type(loss).__name__}\n"
+            "  give the model first, then the loss."
+        )
     if not isinstance(model, torch.nn.Module):
         raise ArgumentTypeError(
             f"model is a {type(model).__name__}, not a torch.nn.Module\n  write fn(params, sample) -> loss yourself."
@@ -93,6 +98,8 @@ def from_module(model: torch.nn.Module, loss: Callable[[Any, Any], Tensor]) -> t
                 output = model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
         return loss(output, target)
 
+    own = dict(params)
+    vars(fn)["psgrad_check"] = lambda given: slots.refuse_moved(given, own) if isinstance(given, Mapping) else None
     vars(fn)["psgrad_module"] = (model, given, slots.lock)  # for `verify`, which calls them without all this
     return fn, params
 

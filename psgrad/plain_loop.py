@@ -169,8 +169,14 @@ def loop(target: Target, draws: Draws) -> Looped:
         return problem.call(leaves, [t.clone() if isinstance(t, Tensor) else t for t in problem.sample(i)])
 
     with target.around:
-        with target.each(), torch.autograd.graph.saved_tensors_hooks(met, lambda t: t):
-            again = called(0, target.leaves()).loss.item()
+        with target.each():
+            try:
+                with torch.autograd.graph.saved_tensors_hooks(met, lambda t: t):
+                    again = called(0, target.leaves()).loss.item()
+            except RuntimeError as error:
+                if "saved tensor hooks" not in str(error):
+                    raise
+                again = called(0, target.leaves()).loss.item()  # torch.func takes none: of dtypes less is known then
         for i in range(problem.n):
             with target.each():
                 leaves = target.leaves()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .engine.held import HELD
 from .errors import ArgumentError, UnsupportedOpError
-from .torch_.modules import Home, buffers_of, parameters_of
+from .torch_.modules import Home, buffers_of, has_gradient_hooks, parameters_of
 
 _LOCKS: "weakref.WeakKeyDictionary[torch.nn.Module, threading.RLock]" = weakref.WeakKeyDictionary()
 Slot = tuple[Home, str, str, torch.nn.Parameter]  # (home, key, name, parameter)
@@ -43,7 +43,23 @@ class Slots:
 
     def trainable(self) -> dict[str, Tensor]:
         """The parameters with `requires_grad`, detached."""
+        for _, _, name, p in self.parameters:
+            if p.requires_grad and has_gradient_hooks(p):
+                raise ArgumentError(
+                    f"parameter {name!r} of the model has hooks on its gradient, and per-sample gradients pass none\n"
+                    "  remove them, and do to the gradients what they do."
+                )
         return {name: p.detach() for _, _, name, p in self.parameters if p.requires_grad}
+
+    def refuse_moved(self, given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+        """Raise where a parameter in `given`, one that `trainable` gave as `own`, has lost the model's memory since."""
+        for _, _, name, p in self.parameters:
+            t = own.get(name)
+            if t is not None and given.get(name) is t and t.data_ptr() != p.data_ptr():
+                raise ArgumentError(
+                    f"parameter {name!r} of the model has other memory than when from_module was called\n"
+                    "  assignments to .data, casts and moves to a device replace it: call from_module again."
+                )
 
 
 def _parameters(model: torch.nn.Module) -> list[Slot]:

@@ -500,3 +500,78 @@ def test_a_cache_that_a_model_fills_when_it_first_runs() -> None:
     assert type(found["layer.weight"]) is Tensor
     assert type(model.positions) is Tensor
     model(batch[0])
+
+
+@pytest.mark.parametrize("how", ["data", "cast"])
+def test_parameters_that_have_left_the_models_memory(how: str) -> None:
+    model = nn.Linear(4, 3)
+    fn, params = psgrad.from_module(model, F.cross_entropy)
+    batch = torch.randn(5, 4), torch.zeros(5, dtype=torch.long)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1)  # a step of an optimizer is seen
+    psgrad.per_sample_grads(fn, params, batch)
+    if how == "data":
+        model.weight.data = torch.randn(3, 4)
+    else:
+        model.float()
+    with pytest.raises(psgrad.ArgumentError, match="'weight' of the model has other memory than when from_module"):
+        psgrad.per_sample_norms(fn, params, batch)
+    psgrad.per_sample_norms(fn, {name: t.clone() for name, t in params.items()}, batch)  # given on purpose
+
+
+def test_hooks_on_a_parameter_are_refused() -> None:
+    model = nn.Linear(4, 3)
+    model.weight.register_hook(lambda g: 2 * g)
+    with pytest.raises(psgrad.ArgumentError, match="'weight' of the model has hooks on its gradient"):
+        psgrad.from_module(model, F.cross_entropy)
+
+
+# ---- sums under autocast -------------------------------------------------------------------------------------
+
+
+def test_factors_are_asked_in_their_own_dtype() -> None:
+    model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 3)).float()
+    fn, params = psgrad.from_module(model, F.cross_entropy)
+    batch = torch.randn(64, 20, dtype=torch.float32), torch.randint(3, (64,))
+    fg = psgrad.factored_grads(fn, params, batch)
+    asked = lambda: (fg.dots(), fg.norms(), fg.clipped_sum(0.1), fg.variance(), fg.weighted_sum(torch.ones(64)))
+    wanted = asked()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = asked()
+        clipped = psgrad.clipped_grad(fn, params, batch, 0.1)
+        grads = psgrad.per_sample_grads(fn, params, batch)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    weights = (0.1 / clipped.norms).clamp(max=1)
+    for name, total in clipped.grad.items():
+        torch.testing.assert_close(total, torch.tensordot(weights, grads[name], 1), rtol=2e-2, atol=2e-3)
+
+
+# ---- verify and rules ----------------------------------------------------------------------------------------
+
+
+def test_verify_of_a_function_with_a_transform_in_it() -> None:
+    fn = lambda w, x: torch.func.jacrev(lambda t: torch.tanh(w @ t))(x).square().sum()
+    assert psgrad.verify(fn, torch.randn(3, 4), torch.randn(5, 4)).samples == 3
+
+
+def test_a_rule_that_is_taken_out_leaves_psgrads_own() -> None:
+    from psgrad.extend import Composite, register, unregister
+    from psgrad.registry.rule import RULES
+
+    before = RULES[torch.mul]
+    rule = register(Composite("mine", (torch.mul,), lambda a, b: a * b))
+    assert RULES[torch.mul] is not before
+    unregister(rule)
+    assert RULES[torch.mul] is before
+
+
+def test_mistakes_of_newcomers() -> None:
+    model = nn.Linear(4, 3)
+    batch = torch.randn(5, 4), torch.zeros(5, dtype=torch.long)
+    with pytest.raises(psgrad.ArgumentTypeError) as error:
+        psgrad.per_sample_norms(model, dict(model.named_parameters()), batch)
+    assert str(error.value) == "fn is a Linear, a module\n  give fn and params of psgrad.from_module(model, loss)."
+    with pytest.raises(psgrad.ArgumentTypeError) as error:
+        psgrad.from_module(F.cross_entropy, model)  # type: ignore[arg-type]
+    assert str(error.value) == "model is a function, and loss a Linear\n  give the model first, then the loss."

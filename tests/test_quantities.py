@@ -1069,12 +1069,12 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
     "valid-shape": (
         lambda w, x: psgrad.per_sample_norms(linear_loss, w, x, valid=torch.ones(4, dtype=torch.bool)),
         psgrad.ArgumentError,
-        "valid is torch.bool, (4,), not booleans of shape (5,)\n  give one per sample.",
+        "valid is torch.bool, (4,), not a tensor of booleans of shape (5,)\n  give one per sample.",
     ),
     "valid-dtype": (
         lambda w, x: psgrad.gram(linear_loss, w, x, valid=torch.ones(5)),
         psgrad.ArgumentError,
-        "valid is torch.float32, (5,), not booleans of shape (5,)\n  give one per sample.",
+        "valid is torch.float32, (5,), not a tensor of booleans of shape (5,)\n  give one per sample.",
     ),
     "other-params": (
         lambda w, x: psgrad.factored_grads(linear_loss, w, x).dots(psgrad.factored_grads(linear_loss, w[:2], x)),

@@ -15,6 +15,7 @@ from ..factors.pullback import Pullback, pull_rows, pull_sums
 from ..factors.region import Region
 from ..factors.sum import Placement, Sum, as_stored, sum_of
 from ..registry.params import Param, Source
+from ..torch_.autograd import in_full_precision
 
 
 class Collector:
@@ -133,6 +134,7 @@ class DenseCollector(Collector):
         for i, g in enumerate(grads):
             self.grads[i] = g
 
+    @in_full_precision
     def result(self) -> list[Tensor]:
         """The gradients of every parameter; zeros where nothing used it."""
         for i, p in enumerate(self.params):
@@ -238,6 +240,7 @@ class NormCollector(FactorCollector):
             raise NormTakenTooEarly
         super().add_dense(source, grads)
 
+    @in_full_precision
     def norms(self) -> list[Tensor | None]:
         """Norms (N,) of every parameter; None where all are zero."""
         found: list[Tensor | None] = []
@@ -268,6 +271,7 @@ class SumCollector(Collector):
                 low = float(seed[self.counted].abs().amin()) if len(self.counted) else 1.0
             self.weighs_factors = not (_MODERATE[0] <= low <= high <= _MODERATE[1])
 
+    @in_full_precision
     def _sum(self, factor: Factor) -> Tensor | None:
         if self.counted is None:
             return factor.weighted_sum(self.weights)

@@ -35,6 +35,12 @@ def validated(
     """Check the arguments of a public function and lay them out; `attached` leaves them in the autograd graph."""
     if not callable(fn):
         raise ArgumentTypeError(f"fn is {kind_of(fn)}, not a function\n  give fn(params, sample) -> loss.")
+    if isinstance(fn, torch.nn.Module):
+        raise ArgumentTypeError(
+            f"fn is a {type(fn).__name__}, a module\n  give fn and params of psgrad.from_module(model, loss)."
+        )
+    if (check := getattr(fn, "psgrad_check", None)) is not None:
+        check(params)
     if randomness not in ("different", "same", "error"):
         raise ArgumentError(
             f'randomness={randomness!r} is not one of "different", "same", "error"\n'

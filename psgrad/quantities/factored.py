@@ -19,6 +19,7 @@ from ..factors import huge_pages, plain_data
 from ..factors.numerics import cast, widest
 from ..streaming.blocks import Block, Meta, add_sums, blocks_joined, gathered, norms_of_block, norms_of_param
 from ..streaming.stream import Quantity, Run, blocks_of, metas, refuse_inside_transforms, stream
+from ..torch_.autograd import in_full_precision
 from ..torch_.compiler import uncompiled
 from ..torch_.storage import identity_of, storage_of
 from .clipping import bounds_of, check_nonfinite, clip_weights, finite_of, norms_under, refuse_nonfinite
@@ -161,6 +162,7 @@ class FactoredGrads(Generic[P]):
             add_sums(block, weights, totals)
         return [meta.new() if t is None else t for t, meta in zip(totals, self._metas, strict=True)]
 
+    @in_full_precision
     def _squared_deviations(self, mean: Sequence[Tensor]) -> list[Tensor]:
         """The sums of squared differences from `mean`."""
         totals = [meta.new() for meta in self._metas]
@@ -193,6 +195,7 @@ class FactoredGrads(Generic[P]):
 
         return self._gathered((self._n, other._n), against)
 
+    @in_full_precision
     def dense(self) -> P:
         """The gradients written out: a pytree like params, leaves (N, *shape)."""
         leaves = []

@@ -39,6 +39,7 @@ def _overload(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
 
 
 _REGISTERED: dict[Any, Entry] = {}  # rules as they were given, by their keys in the table
+_SHADOWED: dict[Any, Entry] = {}  # rules of this package that others stand in for
 
 
 def _keys(function: Any) -> list[Any]:
@@ -103,6 +104,8 @@ def register(rule: Entry) -> Entry:
             "  give a tuple of them, also where there is one."
         )
     for key in [key for function in rule.functions for key in _keys(function)]:
+        if key in RULES and key not in _REGISTERED:
+            _SHADOWED[key] = RULES[key]
         RULES[key], _REGISTERED[key] = _guarded(rule, key), rule
         if isinstance(key, operators.Overload):
             REDIRECTS[operators.packet_of(key)] = _overload
@@ -110,7 +113,7 @@ def register(rule: Entry) -> Entry:
 
 
 def unregister(rule: Entry) -> None:
-    """Take `rule` out of the table again; its functions go back to plain vmap.
+    """Take `rule` out of the table again; its functions go back to psgrad's own rule, or to plain vmap.
 
     >>> psgrad.extend.unregister(psgrad.extend.Composite("never registered", (torch.hypot,), torch.hypot))
     """
@@ -119,6 +122,8 @@ def unregister(rule: Entry) -> None:
             if RULES.get(key) is rule or _REGISTERED.get(key) is rule:
                 RULES.pop(key, None)
                 _REGISTERED.pop(key, None)
+                if key in _SHADOWED:
+                    RULES[key] = _SHADOWED.pop(key)
 
 
 # ---- guards ---------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..factors.base import NormMemo
 from ..factors.numerics import cast, norm_of_norms, wide
 from ..factors.sum import Sum
+from ..torch_.autograd import full_precision, in_full_precision
 
 
 class Meta(NamedTuple):
@@ -52,6 +53,7 @@ def blocks_joined(parts: Sequence[tuple[Sequence[Block], int]], device: torch.de
     return tuple(blocks)
 
 
+@in_full_precision
 def gathered(
     blocks: Sequence[Block],
     lead: tuple[int, ...],
@@ -119,10 +121,11 @@ def add_sums(
             own = own.select(there) if len(there) else None
         if own is not None:
             total = totals[i]
-            if total is None:
-                totals[i] = own.weighted_sum(w)
-            else:
-                own.add_weighted(total, w)
+            with full_precision():
+                if total is None:
+                    totals[i] = own.weighted_sum(w)
+                else:
+                    own.add_weighted(total, w)
 
 
 def _freed(own: Sum | None) -> tuple[bool, int]:

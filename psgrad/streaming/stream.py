@@ -89,7 +89,9 @@ def counted(problem: Problem, valid: Any) -> Counted:
         return Counted(problem, None, problem.n)
     if not isinstance(valid, Tensor) or valid.dtype != torch.bool or tuple(valid.shape) != (problem.n,):
         what = f"{valid.dtype}, {tuple(valid.shape)}" if isinstance(valid, Tensor) else f"a {type(valid).__name__}"
-        raise ArgumentError(f"valid is {what}, not booleans of shape ({problem.n},)\n  give one per sample.")
+        raise ArgumentError(
+            f"valid is {what}, not a tensor of booleans of shape ({problem.n},)\n  give one per sample."
+        )
     if bool(valid.all()):
         return Counted(problem, None, problem.n)
     index = valid.nonzero()[:, 0]

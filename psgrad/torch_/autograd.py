@@ -1,7 +1,9 @@
 """Torch's autograd engine, called directly."""
 
+import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,3 +30,31 @@ def gradients(y: Tensor, inputs: Sequence[Any], seed: Tensor) -> tuple[Tensor | 
 def direct_apply(function: Any) -> Any:
     """`function.apply` of the C++ base class, without the checks for functorch: for calls outside any transform."""
     return super(torch.autograd.Function, function).apply
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def full_precision() -> contextlib.AbstractContextManager[Any]:
+    """Inside, autocast is off: factors are asked in the dtype that they have."""
+    if not is_autocasting():
+        return _NOTHING
+    stack = contextlib.ExitStack()
+    device = torch.accelerator.current_accelerator()
+    for kind in ("cpu", *([] if device is None else [device.type])):
+        stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack
+
+
+R = TypeVar("R")
+
+
+def in_full_precision(function: Callable[..., R]) -> Callable[..., R]:
+    """`function` outside autocast, wherever it is called. It must not want its arguments to be freed meanwhile."""
+
+    @wraps(function)
+    def precise(*args: Any, **kwargs: Any) -> R:
+        with full_precision():
+            return function(*args, **kwargs)
+
+    return precise

@@ -20,6 +20,11 @@ def buffers_of(module: torch.nn.Module) -> Home:
     return module._buffers
 
 
+def has_gradient_hooks(p: torch.Tensor) -> bool:
+    """Whether somebody has registered hooks on the gradient of `p`."""
+    return bool(p._backward_hooks)
+
+
 def reachable_modules(roots: Sequence[Any]) -> Iterator[torch.nn.Module]:
     """The modules that functions can reach: their own, their arguments', what they close over or name."""
     todo, seen = list(roots), dict[int, Any]()
