@@ -1,6 +1,7 @@
 # make demo   a minute with psgrad: trains, shows, checks, times
 # make test   lint, types, tests, doctests, notebooks
-# make bench  psgrad beside its peers: tables, figures and pictures in build/bench; ARGS="--quick" for a first look
+# make bench  psgrad beside its peers: tables, figures and pictures in build/bench; ARGS="--quick" for a first look,
+#             COMMAND=memory for another of the commands that `python -m benchmarks --help` lists
 # make wild   psgrad on models of other packages beside a plain loop; ARGS="peft GCN" for some packages or models
 # make clean  removes the environments and every cache
 #
@@ -8,6 +9,7 @@
 # TORCH=2.15.0: that version of torch, in an environment of its own beside .venv (several GB).
 
 PYTHON ?= python3
+COMMAND ?= workloads
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 WILD := .venv-wild$(if $(TORCH),-torch-$(TORCH))
@@ -30,7 +32,7 @@ test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2
 
 bench: $(VENV)/.bench
-	$(BIN)/python -m benchmarks --json build/bench/times.json --plots build/bench $(ARGS)
+	$(BIN)/python -m benchmarks $(COMMAND) --json build/bench/$(COMMAND).json --plots build/bench $(ARGS)
 
 wild: $(WILD)/.installed
 	OMP_NUM_THREADS=1 $(WILD)/bin/python -m wild $(ARGS)

@@ -1,238 +1,109 @@
-"""`python -m benchmarks.bounded`: whether max_bytes holds, and what it costs beside the best fixed chunk size.
+"""`bounded`: whether max_bytes holds, and what it costs beside the best fixed chunk size.
 
-For each workload, quantity and bound (shares of what the call takes when it is free, per_sample_grads writing into
-`out=`): the chunk size chosen, the peak of resident memory over the bound, the time over that of the fastest fixed
-chunk size that stays within the bound, and the time that the choice took, once. Each in two fresh processes: memory
-under a malloc that gives back what is freed (memory.py), times under the usual one.
+For bounds that are shares of what the call takes when it is free (per_sample_grads writing into `out=`): the chunk size
+chosen, the peak of resident memory over the bound, the time over that of the fastest fixed chunk size that stays within
+the bound, and the time that the choice takes, once. A workload's bounds share two fresh processes: memory is measured
+under a malloc that gives back what is freed, times under the usual one.
 """
 
-import argparse
-import json
-import os
-import subprocess
-import sys
-import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
-from pathlib import Path
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache, partial
 from statistics import median
-from time import perf_counter
 from typing import Any
+from unittest import mock
 
 import psgrad
-from psgrad.streaming import budget as _memory
 
-from .memory import MALLOC, grown
-from .timing import fastest
-from .workloads import WORKLOADS, Task, setup
+from .internals import budget
+from .measuring import Call, Measured, fresh, grown, interleaved
+from .models import Point
+from .peers import caller
+from .results import Bar, Plan, Row, Run, describe
 
-QUANTITIES = ("grads", "norms", "clipped")
 SHARES = (0.55, 0.3, 0.15)
-SLACK, SLOW = 1.1, 1.15  # what a bound may be exceeded by, and what the best fixed chunk size may be slower by
 FLOOR = 1 << 18  # bytes: the interpreter's own objects and small blocks come and go within this
+HOLDS = Bar(1.1, "max_bytes", "bound", beyond=FLOOR)
+FAST = Bar(1.15, "max_bytes", "best chunk")
+Cells = dict[str, Measured]
+Held = tuple[Cells, int]  # memory under a bound, and the largest of the fixed chunk sizes that stay within it
 
 
-@dataclass(frozen=True)
-class Bounded:
-    """How one bound fared."""
-
-    workload: str
-    quantity: str
-    free: float  # bytes without a bound
-    bound: int
-    error: str = ""
-    chunk: int = 0
-    peak: float = 0.0  # bytes beyond the result
-    choosing: float = 0.0  # seconds
-    call: float = 0.0  # seconds of a call, after that
-    best: int = 0  # the fastest chunk size that fits
-    slower: float = 0.0  # time over that of `best`
-
-    @property
-    def held(self) -> bool:
-        return not self.error and self.peak <= SLACK * self.bound + FLOOR
+def plans(args: Namespace, run: Run) -> Iterator[Plan]:
+    """For each quantity a table of memory, and one of times."""
+    for quantity in args.quantity:
+        held = cache(partial(fresh, peaks, quantity, malloc="tight", threads=args.threads))
+        timed = partial(fresh, times, quantity, args.rounds, threads=args.threads)
+        cells = lambda point, held=held: [found for found, _ in held(point)]
+        taken = cache(lambda point, held=held, timed=timed: timed(held(point), point))
+        yield Plan("memory", quantity, "bound", ("free", "max_bytes"), rows(args, HOLDS, cells), 22)
+        yield Plan("time", quantity, "best chunk", ("max_bytes", "choosing"), rows(args, FAST, taken), 22)
 
 
-def caller(task: Task, quantity: str) -> Callable[..., Any]:
-    """The quantity as a function of the options."""
-    fn, params = psgrad.from_module(task.model, task.loss)
-    batch = task.inputs, task.target
-    if quantity == "clipped":
-        return partial(psgrad.clipped_grad, fn, params, batch, task.max_norm)
-    if quantity == "norms":
-        return partial(psgrad.per_sample_norms, fn, params, batch)
-    out = {name: p.new_zeros(len(task.inputs), *p.shape) for name, p in params.items()}
-    return partial(psgrad.per_sample_grads, fn, params, batch, out=out)
+def rows(args: Namespace, bar: Bar, found: Callable[[Point], Sequence[Cells]]) -> Iterator[Row]:
+    for point in (Point(name, args.n) for name in args.only):
+        for i, share in enumerate(SHARES):
+            measure = lambda point=point, i=i: found(point)[i]
+            yield Row(f"{point.label} {share:.0%}", point.samples, measure, [bar])
 
 
-def result_of(task: Task, quantity: str) -> int:
-    """Bytes of the result that a call makes."""
-    return task.size // len(task.inputs) if quantity == "clipped" else 0
+def call_of(quantity: str, point: Point) -> tuple[Callable[..., Any], int]:
+    """The quantity as a function of options, and the bytes of the result that a call makes."""
+    task = point.make()
+    return caller(quantity, task, reuse=quantity == "grads"), task.size * (quantity == "clipped")
 
 
-class Choices:
-    """Which chunk sizes max_bytes came to, and how long that took."""
-
-    def __init__(self) -> None:
-        self.choose, self.sizes, self.seconds = _memory.chunk_size, list[int](), 0.0
-
-    def __enter__(self) -> "Choices":
-        def watched(*args: Any) -> int:
-            start = perf_counter()
-            try:
-                self.sizes.append(self.choose(*args))
-            finally:
-                self.seconds += perf_counter() - start
-            return self.sizes[-1]
-
-        _memory.chunk_size = watched
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        _memory.chunk_size = self.choose
+def sizes(n: int) -> list[int]:
+    """Chunk sizes to compare with."""
+    return sorted({-(-n // parts) for parts in (1, 2, 3, 4, 5, 6, 8, 12, 16)})
 
 
-def settled(call: Callable[[], object], turns: int = 3) -> float:
-    """Bytes by which the process grows in a call that has run before."""
-    return median(grown(call) for _ in range(turns))
-
-
-def memory_of(workload: str, quantity: str) -> list[Bounded]:
+def peaks(quantity: str, point: Point) -> list[Held]:
     """What bounds come to in memory, in this process."""
-    samples, make = WORKLOADS[workload]
-    task = make(samples)
-    call, result = caller(task, quantity), result_of(task, quantity)
+    call, result = call_of(quantity, point)
     call()
-    free = settled(call)
-    sizes = dict.fromkeys(fixed(samples), 0.0)
-    for n in sizes:
-        call(chunk_size=n)
-        sizes[n] = settled(partial(call, chunk_size=n), 1) - result
-    found = []
-    for share in SHARES:
-        bound = int(free * share)
-        with Choices() as choices:
-            try:
-                call(max_bytes=bound)
-            except psgrad.ArgumentError as error:
-                found.append(Bounded(workload, quantity, free, bound, str(error).splitlines()[0]))
-                continue
-        peak = settled(partial(call, max_bytes=bound)) - result
-        fits = [n for n, size in sizes.items() if size <= bound]
-        found.append(
-            Bounded(
-                workload,
-                quantity,
-                free,
-                bound,
-                "",
-                min(choices.sizes),
-                peak,
-                choices.seconds,
-                best=max(fits, default=0),
-            )
-        )
+    free, fixed = median(grown(call) for _ in range(3)), {}
+    for size in sizes(point.samples):
+        call(chunk_size=size)
+        fixed[size] = grown(partial(call, chunk_size=size)) - result
+    return [held(call, result, free, int(free * share), fixed) for share in SHARES]
+
+
+def held(call: Callable[..., Any], result: int, free: float, bound: int, fixed: dict[int, float]) -> Held:
+    cells, own = {"bound": Measured(bound), "free": Measured(free)}, partial(call, max_bytes=bound)
+    try:
+        chunk, _ = choose(own)
+    except psgrad.ArgumentError as error:  # not a sample fits: refused, which is no miss
+        return cells | {"bound": Measured(bound, note=describe(error))}, 0
+    cells["max_bytes"] = Measured(median(grown(own) for _ in range(3)) - result, mark=f"by {chunk}")
+    return cells, max((size for size, taken in fixed.items() if taken <= bound), default=0)
+
+
+def times(quantity: str, rounds: int, bounds: Sequence[Held], point: Point) -> list[Cells]:
+    """What bounds come to in time, in this process: beside chunk sizes up to the largest that fits."""
+    (call, _), found = call_of(quantity, point), [Cells() for _ in bounds]
+    for taken, (cells, fits) in zip(found, bounds, strict=True):
+        if near := [size for size in sizes(point.samples) if fits / 4 <= size <= fits]:
+            own = partial(call, max_bytes=int(cells["bound"].best or 0))
+            choice = Measured(choose(own)[1])
+            timed = interleaved({0: own, **{size: partial(call, chunk_size=size) for size in near}}, rounds)
+            best = min(near, key=lambda size, timed=timed: timed[size].best or 0)
+            taken |= {"best chunk": replace(timed[best], mark=f"by {best}"), "max_bytes": timed[0], "choosing": choice}
     return found
 
 
-def fixed(n: int) -> list[int]:
-    """Chunk sizes to compare with."""
-    sizes = {n} | {-(-n // parts) for parts in (1, 2, 3, 4, 5, 6, 8, 12, 16)}
-    return sorted(size for size in sizes if size >= 1)
+def choose(call: Call) -> tuple[int, float]:
+    """The chunk size that a call with max_bytes comes to, and the seconds that the choice takes."""
+    choice, chunks, seconds = budget.chunk_size, list[int](), list[float]()
 
+    def watched(*args: Any) -> int:
+        start = time.perf_counter()
+        chunks.append(choice(*args))
+        seconds.append(time.perf_counter() - start)
+        return chunks[-1]
 
-def times_of(workload: str, quantity: str, rows: Sequence[Bounded], rounds: int) -> list[Bounded]:
-    """The same with times, in this process: chunk sizes up to the largest that fits."""
-    samples, make = WORKLOADS[workload]
-    call = caller(make(samples), quantity)
-    timed = []
-    for row in rows:
-        if row.error or not row.best:
-            timed.append(row)
-            continue
-        with Choices() as choices:
-            call(max_bytes=row.bound)
-        calls = {0: partial(call, max_bytes=row.bound)}
-        calls |= {n: partial(call, chunk_size=n) for n in fixed(samples) if row.best / 4 <= n <= row.best}
-        times = fastest(calls, rounds)
-        own = times.pop(0)
-        best = min(times, key=lambda n: times[n])
-        values = asdict(row) | {"choosing": choices.seconds, "call": own, "best": best, "slower": own / times[best]}
-        timed.append(Bounded(**values))
-    return timed
-
-
-def measure(workload: str, quantity: str, rounds: int) -> list[Bounded]:
-    """Both, each in a process of its own."""
-    rows = _in_process("memory", workload, quantity, MALLOC["tight"])
-    return _in_process("times", workload, quantity, {}, rows, rounds)
-
-
-def _in_process(kind: str, workload: str, quantity: str, env: dict[str, str], *more: Any) -> list[Bounded]:
-    given = json.dumps([kind, workload, quantity, *more], default=asdict)
-    command = [sys.executable, "-m", "benchmarks.bounded", "--child", given]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | env)
-    if done.returncode:
-        raise RuntimeError(done.stderr.strip().splitlines()[-1])
-    return [Bounded(**row) for row in json.loads(done.stdout.splitlines()[-1])]
-
-
-def child(kind: str, workload: str, quantity: str, rows: Sequence[dict[str, Any]] = (), rounds: int = 1) -> None:
-    warnings.simplefilter("ignore")
-    setup()
-    if kind == "memory":
-        found = memory_of(workload, quantity)
-    else:
-        found = times_of(workload, quantity, [Bounded(**row) for row in rows], rounds)
-    print(json.dumps([asdict(row) for row in found]))
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    from .__main__ import among, positive
-
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.bounded", description=(__doc__ or "").partition("\n")[0]
-    )
-    parser.add_argument("--only", type=among(WORKLOADS), help=f"some of {', '.join(WORKLOADS)} (all but mlp-tiny)")
-    parser.add_argument("--quantity", type=among(QUANTITIES), default=list(QUANTITIES), help="some of %(default)s")
-    parser.add_argument("--rounds", type=positive, default=3, help="turns of each chunk size (%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    if args.child:
-        child(*json.loads(args.child))
-        return 0
-    print(
-        "| workload | quantity | free MB | bound MB | chunk | peak/bound | best chunk | time/best | choosing / call |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|")
-    every: list[Bounded] = []
-    for workload in args.only or [name for name in WORKLOADS if name != "mlp-tiny"]:
-        for quantity in args.quantity:
-            found = measure(workload, quantity, args.rounds)
-            every += found
-            for row in found:
-                print(line(row), flush=True)
-    if args.json:
-        args.json.write_text(json.dumps([asdict(row) for row in every], indent=1) + "\n")
-    tried = [row for row in every if not row.error]
-    held, fast = [row for row in tried if row.held], [row for row in tried if row.slower <= SLOW]
-    print(f"\n{len(held)} of {len(tried)} bounds held, {len(fast)} as fast as the best chunk size or nearly", end="; ")
-    print(f"{len(every) - len(tried)} refused")
-    return int(len(held) < len(tried))
-
-
-def line(row: Bounded) -> str:
-    start = f"| {row.workload} | {row.quantity} | {row.free / 1e6:.1f} | {row.bound / 1e6:.1f} |"
-    if row.error:
-        return f"{start} {row.error} | | | | |"
-    choosing = f"{row.choosing * 1e3:.0f} ms / {row.call * 1e3:.0f} ms" if row.call else "-"
-    over = "" if row.held else " !"
-    return (
-        f"{start} {row.chunk} | {row.peak / row.bound:.2f}{over} | {row.best or '-'} | {row.slower:.2f} | {choosing} |"
-    )
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    with mock.patch.object(budget, "chunk_size", watched):
+        call()
+    return min(chunks), sum(seconds)

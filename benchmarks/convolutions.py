@@ -1,269 +1,195 @@
-"""`python -m benchmarks.convolutions`: per-sample weight gradients of convolutions from real networks.
+"""`convolutions`: weight gradients of convolutions from real networks, by every strategy; `fit`: what strategies cost.
 
-Every figure is a ratio, within one run, to the ordinary weight gradient of the same batch. Exit code 1 where a bar is
-missed.
+Psgrad may take 1.3 times what the ordinary weight gradient takes with a fill of the N x P numbers that it does not
+write, and must not trail vmap by more than noise. `fit` takes the time of a strategy for a sum of counts times prices,
+none of them negative. Relative errors count, and large ones little: the noise of a shared machine.
 """
 
-import argparse
-import json
-import sys
-from collections.abc import Mapping, Sequence
+import random
+import re
+import time
+from argparse import Namespace
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from itertools import cycle
+from statistics import mean
+from unittest import mock
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.func import vmap
 
-from psgrad.factors import conv_costs as _conv_plan
-from psgrad.factors.costs import ConvGeometry
-from psgrad.factors.patches import Patches, weight_gradient
+from .internals import ConvGeometry, Patches, conv_plan, weight_gradient
+from .measuring import ORDINARY, Call, Measured, beside_ordinary
+from .results import Bar, Plan, Record, Row, Run, read
 
-from .__main__ import among, positive, progress
-from .machine import BUSY, Others
-from .timing import Call, fastest
-from .workloads import setup
+BARS = (Bar(1.3, base=ORDINARY), Bar(1.05, base="vmap"))
+STRATEGIES = ("pointwise", "patches", "grouped", "loop")
+CONTENDERS = ("ordinary", "fill", "psgrad", "psgrad fresh", "vmap", *STRATEGIES)
+DRAWN = "weight gradient of drawn shapes"
+TURNED = ("ordinary", "fill", *STRATEGIES, *(f"{strategy} turned" for strategy in STRATEGIES))
+Shape = tuple[tuple[int, ...], tuple[int, ...], ConvGeometry, tuple[int, ...]]  # (N, 1, C, *S), (N, 1, O, *S'), .., K
+Sample = tuple[str, dict[str, float], float]  # a convolution, how often a strategy does what there, its seconds
 
-BAR = 1.3  # ours over the ordinary weight gradient and a fill of what ours writes beyond it
-NOISE = 1.05  # by how much ours may trail vmap(grad): what two runs of one call differ by
-
-
-class Shape(NamedTuple):
-    """A convolution of N images, square or cubic unless it says otherwise."""
-
-    n: int
-    c: int
-    o: int
-    size: tuple[int, ...]
-    kernel: tuple[int, ...]
-    geometry: ConvGeometry
-
-
-def shape(
-    n: int, c: int, o: int, size: Any, kernel: Any, stride: Any = 1, padding: Any = None, dilation: int = 1,
-    groups: int = 1, d: int = 2,
-) -> Shape:  # fmt: skip
-    """Padded so that a stride of 1 keeps the size, unless `padding` says otherwise."""
-    size, kernel, stride = (v if isinstance(v, tuple) else (v,) * d for v in (size, kernel, stride))
-    sides = tuple(dilation * (k - 1) // 2 if padding is None else padding for k in kernel)
-    return Shape(n, c, o, size, kernel, ConvGeometry(stride, sides, (dilation,) * d, groups))
-
-
-depthwise = lambda n, c, size, kernel, stride=1, d=2: shape(n, c, c, size, kernel, stride, groups=c, d=d)
-line = partial(shape, d=1)
-volume = partial(shape, d=3)
-
-SHAPES = {
-    # a small ResNet on 32x32 images, its wide form, and the net with instance norm: the benchmark's workloads
-    "cifar 3-16": shape(64, 3, 16, 32, 3),
-    "cifar 16-16": shape(64, 16, 16, 32, 3),
-    "cifar 16-32 /2": shape(64, 16, 32, 32, 3, 2),
-    "cifar 16-32 1x1 /2": shape(64, 16, 32, 32, 1, 2),
-    "cifar 32-32": shape(64, 32, 32, 16, 3),
-    "cifar 32-64 /2": shape(64, 32, 64, 16, 3, 2),
-    "cifar 32-64 1x1 /2": shape(64, 32, 64, 16, 1, 2),
-    "cifar 64-64": shape(64, 64, 64, 8, 3),
-    "wide 64-64": shape(16, 64, 64, 32, 3),
-    "wide 64-128 /2": shape(16, 64, 128, 32, 3, 2),
-    "wide 128-128": shape(16, 128, 128, 16, 3),
-    "wide 256-256": shape(16, 256, 256, 8, 3),
-    "instance 3-32": shape(32, 3, 32, 32, 3),
-    "instance 32-64 /2": shape(32, 32, 64, 32, 3, 2),
-    "instance 64-64": shape(32, 64, 64, 16, 3),
-    # ResNet-18, ResNet-50, ResNeXt, VGG on 224x224
-    "resnet stem 7x7 /2": shape(8, 3, 64, 224, 7, 2),
-    "resnet18 64-64": shape(8, 64, 64, 56, 3),
-    "resnet18 64-128 /2": shape(8, 64, 128, 56, 3, 2),
-    "resnet18 128-128": shape(8, 128, 128, 28, 3),
-    "resnet18 256-256": shape(8, 256, 256, 14, 3),
-    "resnet18 512-512": shape(8, 512, 512, 7, 3),
-    "resnet50 64-256 1x1": shape(8, 64, 256, 56, 1),
-    "resnet50 256-64 1x1": shape(8, 256, 64, 56, 1),
-    "resnet50 256-512 1x1 /2": shape(8, 256, 512, 56, 1, 2),
-    "resnet50 1024-256 1x1": shape(8, 1024, 256, 14, 1),
-    "resnet50 512-2048 1x1": shape(8, 512, 2048, 7, 1),
-    "resnext 128 in 32": shape(8, 128, 128, 56, 3, groups=32),
-    "resnext 512 in 32": shape(8, 512, 512, 14, 3, groups=32),
-    "vgg 64-64": shape(2, 64, 64, 224, 3),
-    "vgg 128-128": shape(2, 128, 128, 112, 3),
-    "vgg 512-512": shape(8, 512, 512, 14, 3),
-    # MobileNet, ConvNeXt, a vision transformer's patches
-    "mobilenet stem /2": shape(8, 3, 32, 224, 3, 2),
-    "mobilenet dw 32": depthwise(8, 32, 112, 3),
-    "mobilenet dw 64 /2": depthwise(8, 64, 112, 3, 2),
-    "mobilenet dw 512": depthwise(32, 512, 14, 3),
-    "mobilenet dw 1024": depthwise(32, 1024, 7, 3),
-    "mobilenet dw 240 5x5": depthwise(16, 240, 28, 5),
-    "mobilenet 64-128 1x1": shape(8, 64, 128, 56, 1),
-    "mobilenet 512-512 1x1": shape(16, 512, 512, 14, 1),
-    "convnext patchify 4x4 /4": shape(8, 3, 96, 224, 4, 4, 0),
-    "convnext dw 96 7x7": depthwise(8, 96, 56, 7),
-    "convnext dw 384 7x7": depthwise(8, 384, 14, 7),
-    "convnext dw 768 7x7": depthwise(16, 768, 7, 7),
-    "convnext 96-192 2x2 /2": shape(8, 96, 192, 56, 2, 2, 0),
-    "convnext 384-768 2x2 /2": shape(8, 384, 768, 14, 2, 2, 0),
-    "vit patch 16x16": shape(8, 3, 192, 224, 16, 16, 0),
-    # U-Net and other nets that answer for every pixel
-    "unet 1-64": shape(2, 1, 64, 256, 3),
-    "unet 64-64": shape(1, 64, 64, 256, 3),
-    "unet 256-128": shape(2, 256, 128, 64, 3),
-    "unet head 64-2 1x1": shape(4, 64, 2, 256, 1),
-    "atrous 256-256 every 2nd": shape(4, 256, 256, 28, 3, dilation=2),
-    "inception 128-128 1x7": shape(8, 128, 128, 17, (1, 7)),
-    # sound and text
-    "wavenet 64-64 every 4th": line(8, 64, 64, 4000, 2, padding=4, dilation=4),
-    "wavenet 64-64 every 256th": line(8, 64, 64, 4000, 2, padding=0, dilation=256),
-    "tcn 32-32 every 8th": line(32, 32, 32, 500, 3, dilation=8),
-    "audio 1-32 9 /2": line(16, 1, 32, 16000, 9, 2, 0),
-    "audio 1-64 80 /4": line(8, 1, 64, 16000, 80, 4, 0),
-    "audio 32-64 9 /2": line(16, 32, 64, 2000, 9, 2, 0),
-    "audio 512-512 3 /2": line(4, 512, 512, 400, 3, 2),
-    "conformer dw 256 31": depthwise(16, 256, 200, 31, d=1),
-    "text 70-256 7": line(32, 70, 256, 200, 7, padding=0),
-    # video and volumes
-    "video stem 3x7x7 /2": volume(2, 3, 64, (8, 112, 112), (3, 7, 7), (1, 2, 2)),
-    "video 64-64": volume(2, 64, 64, (8, 28, 28), 3),
-    "video 64-64 3x1x1": volume(4, 64, 64, (8, 28, 28), (3, 1, 1)),
-    "volume 1-8": volume(8, 1, 8, 24, 3),
-    "volume 8-16 /2": volume(8, 8, 16, 24, 3, 2),
+# Networks, each with convolutions: samples * channels in - out, size, kernel; then as needed /stride, padding (p; else
+# it keeps the size at stride 1), dilation (d) and groups (g). "cifar", "wide" and "instance" are of the workloads.
+NETWORKS = {
+    "cifar": "64*3-16 32x32 k3, 64*16-16 32x32 k3, 64*16-32 32x32 k3 /2, 64*16-32 32x32 k1 /2, 64*32-32 16x16 k3, "
+    "64*32-64 16x16 k3 /2, 64*32-64 16x16 k1 /2, 64*64-64 8x8 k3",
+    "wide": "16*64-64 32x32 k3, 16*64-128 32x32 k3 /2, 16*128-128 16x16 k3, 16*256-256 8x8 k3",
+    "instance": "32*3-32 32x32 k3, 32*32-64 32x32 k3 /2, 32*64-64 16x16 k3",
+    "resnet18": "8*3-64 224x224 k7 /2, 8*64-64 56x56 k3, 8*64-128 56x56 k3 /2, 8*128-128 28x28 k3, 8*256-256 14x14 k3, "
+    "8*512-512 7x7 k3",
+    "resnet50": "8*64-256 56x56 k1, 8*256-64 56x56 k1, 8*256-512 56x56 k1 /2, 8*1024-256 14x14 k1, 8*512-2048 7x7 k1",
+    "resnext": "8*128-128 56x56 k3 g32, 8*512-512 14x14 k3 g32",
+    "vgg": "2*64-64 224x224 k3, 2*128-128 112x112 k3, 8*512-512 14x14 k3",
+    "mobilenet": "8*3-32 224x224 k3 /2, 8*32-32 112x112 k3 g32, 8*64-64 112x112 k3 /2 g64, 32*512-512 14x14 k3 g512, "
+    "32*1024-1024 7x7 k3 g1024, 16*240-240 28x28 k5 g240, 8*64-128 56x56 k1, 16*512-512 14x14 k1",
+    "convnext": "8*3-96 224x224 k4 /4 p0, 8*96-96 56x56 k7 g96, 8*384-384 14x14 k7 g384, 16*768-768 7x7 k7 g768, "
+    "8*96-192 56x56 k2 /2 p0, 8*384-768 14x14 k2 /2 p0",
+    "vit": "8*3-192 224x224 k16 /16 p0",
+    "unet": "2*1-64 256x256 k3, 1*64-64 256x256 k3, 2*256-128 64x64 k3, 4*64-2 256x256 k1",
+    "atrous": "4*256-256 28x28 k3 d2",
+    "inception": "8*128-128 17x17 k1x7",
+    "wavenet": "8*64-64 4000 k2 p4 d4, 8*64-64 4000 k2 p0 d256",
+    "tcn": "32*32-32 500 k3 d8",
+    "audio": "16*1-32 16000 k9 /2 p0, 8*1-64 16000 k80 /4 p0, 16*32-64 2000 k9 /2 p0, 4*512-512 400 k3 /2",
+    "conformer": "16*256-256 200 k31 g256",
+    "text": "32*70-256 200 k7 p0",
+    "video": "2*3-64 8x112x112 k3x7x7 /1x2x2, 2*64-64 8x28x28 k3, 4*64-64 8x28x28 k3x1x1",
+    "volume": "8*1-8 24x24x24 k3, 8*8-16 24x24x24 k3 /2",
 }
+SHAPES = [f"{network} {text}" for network, texts in NETWORKS.items() for text in texts.split(", ")]
+NOTATION = re.compile(r"(\d+)\*(\d+)-(\d+) ([\dx]+) k([\dx]+)(?: /([\dx]+))?(?: p(\d+))?(?: d(\d+))?(?: g(\d+))?$")
 
 
-class Problem:
-    """Some sets of operands, taken in turn: inside a model nobody finds them in a cache."""
-
-    def __init__(self, shape: Shape, sets: int) -> None:
-        torch.manual_seed(0)
-        self.shape, self.next = shape, 0
-        self.conv = (F.conv1d, F.conv2d, F.conv3d)[len(shape.kernel) - 1]
-        self.weight = torch.randn(shape.o, shape.c // shape.geometry.groups, *shape.kernel)
-        xs = [torch.randn(shape.n, 1, shape.c, *shape.size) for _ in range(sets)]
-        self.factors = [Patches(x, self._cotangent(x), shape.geometry, shape.kernel) for x in xs]
-        self.outs = [torch.empty(shape.n, *self.weight.shape) for _ in range(sets)]
-
-    def _cotangent(self, x: Tensor) -> Tensor:
-        return torch.randn_like(self.conv(x[:, 0], self.weight, None, *self.shape.geometry))[:, None]
-
-    def turn(self) -> tuple[Patches, Tensor]:
-        self.next = (self.next + 1) % len(self.factors)
-        return self.factors[self.next], self.outs[self.next]
-
-    def ordinary(self) -> Tensor:
-        factor, _ = self.turn()
-        return weight_gradient(factor.x[:, 0], factor.g[:, 0], self.shape.geometry, tuple(self.weight.shape))
-
-    def fill(self) -> Tensor:
-        return self.turn()[1].fill_(1.0)
-
-    def ours(self, strategy: str | None = None, fresh: bool = False) -> Tensor:
-        """Our way; a strategy's own where one is named."""
-        factor, out = self.turn()
-        return factor.by(strategy or factor.plan.strategy, None if fresh else out)
-
-    def vmapped(self) -> Tensor:
-        """The step of vmap(grad) that gives the weight's gradients, without its forward pass."""
-        factor, _ = self.turn()
-        step = lambda x, g: weight_gradient(x, g, self.shape.geometry, tuple(self.weight.shape))
-        return vmap(step)(factor.x, factor.g)
-
-    @property
-    def strategies(self) -> list[str]:
-        x, g, geometry, kernel = (getattr(self.factors[0], name) for name in ("x", "g", "geometry", "kernel"))
-        return list(_conv_plan.counts(x.shape, g.shape, geometry, kernel))
-
-    def contenders(self) -> dict[str, Call]:
-        ours = {"ours": self.ours, "fresh": partial(self.ours, fresh=True)}
-        return {"ordinary": self.ordinary, "fill": self.fill, **ours, **self.each(), "vmap": self.vmapped}
-
-    def each(self) -> dict[str, Call]:
-        return {strategy: partial(self.ours, strategy) for strategy in self.strategies}
+def read_shape(text: str) -> Shape:
+    """A convolution's input, cotangent, geometry and kernel, from the notation above; a sample is one image."""
+    found = NOTATION.search(text)
+    assert found is not None, text
+    n, c, o, size, *rest = (tuple(map(int, part.split("x"))) if part else () for part in found.groups())
+    each = lambda given: given * len(size) if len(given) == 1 else given
+    kernel, stride, dilation = each(rest[0]), each(rest[1] or (1,)), each(rest[3] or (1,))
+    padding = each(rest[2]) or tuple(d * (k - 1) // 2 for d, k in zip(dilation, kernel, strict=True))
+    ends = zip(size, kernel, stride, padding, dilation, strict=True)
+    out = [(length + 2 * p - d * (k - 1) - 1) // s + 1 for length, k, s, p, d in ends]
+    return (*n, 1, *c, *size), (*n, 1, *o, *out), ConvGeometry(stride, padding, dilation, *(rest[4] or (1,))), kernel
 
 
-def measure(problem: Problem, rounds: int, peers: bool = True) -> dict[str, float]:
-    """Seconds of each contender, or of the strategies alone: the minimum over rounds in which each has its turn."""
-    contenders = problem.contenders() if peers else problem.each()
-    for call in contenders.values():
-        call()
-    return fastest(contenders, rounds)
+def contenders(shape: Shape, sets: int = 1) -> tuple[dict[str, Call], str]:
+    """The call of every contender, and the strategy that psgrad chooses."""
+    torch.manual_seed(0)
+    x, g, geometry, kernel = shape
+    weight = (g[2], x[2] // geometry.groups, *kernel)
+    factors = [Patches(torch.randn(x), torch.randn(g), geometry, kernel) for _ in range(sets)]
+    # Operands are taken from some sets in turn: inside a model nobody finds them in a cache.
+    turns = cycle([(factor, torch.empty(x[0], *weight)) for factor in factors])
+    gradient = lambda x, g: weight_gradient(x, g, geometry, weight)
+
+    def ordinary() -> Tensor:
+        factor, _ = next(turns)
+        return gradient(factor.x[:, 0], factor.g[:, 0])
+
+    def vmapped() -> Tensor:  # the step of vmap(grad) that gives the weight's gradients, without its forward pass
+        factor, _ = next(turns)
+        return vmap(gradient)(factor.x, factor.g)
+
+    def ours(strategy: str = "", fresh: bool = False) -> Tensor:
+        factor, buffer = next(turns)
+        out = None if fresh else buffer
+        return factor.by(strategy, out) if strategy else factor.dense(out)
+
+    calls: dict[str, Call] = {"ordinary": ordinary, "fill": lambda: next(turns)[1].fill_(1.0), "vmap": vmapped}
+    calls |= {"psgrad": ours, "psgrad fresh": partial(ours, fresh=True)}
+    return calls | {name: partial(ours, name) for name in conv_plan.counts(*shape)}, factors[0].plan.strategy
 
 
-class Row(NamedTuple):
-    """What a shape's times come to."""
-
-    name: str
-    seconds: Mapping[str, float]
-    chosen: str
-    strategies: Sequence[str]
-
-    def over(self, contender: str, base: str = "ordinary") -> float:
-        return self.seconds[contender] / self.seconds[base]
-
-    @property
-    def with_fill(self) -> float:
-        """Ours over the ordinary gradient and a fill of the N x P numbers that it does not write."""
-        return self.seconds["ours"] / (self.seconds["ordinary"] + self.seconds["fill"])
-
-    @property
-    def best(self) -> str:
-        return min(self.strategies, key=self.seconds.__getitem__)
-
-    @property
-    def missed(self) -> list[str]:
-        """The bars that ours does not keep."""
-        bars = [f"{self.with_fill:.2f} > {BAR}"] if self.with_fill > BAR else []
-        behind = self.over("ours", "vmap")
-        return bars + ([f"{behind:.2f} of vmap(grad)"] if behind > NOISE else [])
-
-    def cells(self) -> list[str]:
-        ratios = [self.over("ours"), self.with_fill, self.over("fresh"), self.over("vmap")]
-        ways = ", ".join(f"{way} {self.over(way):.2f}" for way in self.strategies)
-        figures = [f"{self.seconds['ordinary'] * 1e3:.2f}", *(f"{ratio:.2f}" for ratio in ratios)]
-        return [self.name, *figures, self.chosen, self.best, ways, ", ".join(self.missed)]
+def measure(text: str, rounds: int, sets: int = 1, wanted: Sequence[str] = CONTENDERS) -> dict[str, Measured]:
+    calls, chosen = contenders(read_shape(text), sets)
+    return beside_ordinary({name: call for name, call in calls.items() if name in wanted}, rounds, chosen)
 
 
-HEAD = [
-    *("shape", "ordinary ms", "ours", "ours/(ordinary+fill)", "ours, fresh memory", "vmap(grad)"),
-    *("chosen", "best", "each strategy", "missed"),
-]
+def plans(args: Namespace, run: Run) -> Iterator[Plan]:
+    taken = partial(measure, rounds=args.rounds, sets=args.sets)
+    rows = (Row(text, read_shape(text)[0][0], partial(taken, text), BARS) for text in args.only)
+    yield Plan("time", "weight gradient", ORDINARY, CONTENDERS, rows, max(map(len, SHAPES)))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = arguments(argv)
-    about = setup() | {"rounds": args.rounds, "sets": args.sets}
-    rows: list[Row] = []
-    busy: list[str] = []
-    print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}")
-    for name in args.only or SHAPES:
-        progress(name)
-        others, problem = Others(), Problem(SHAPES[name], args.sets)
-        seconds = measure(problem, args.rounds)
-        rows.append(Row(name, seconds, problem.factors[0].plan.strategy, problem.strategies))
-        progress()
-        print(f"| {' | '.join(rows[-1].cells())} |", flush=True)
-        busy += [name] if others.share() > BUSY else []
-        if args.json:  # after each row: a run that is stopped keeps what it has
-            args.json.write_text(json.dumps(about | {"rows": [row._asdict() for row in rows]}, indent=1))
-    missed = [row for row in rows if row.missed]
-    print(f"\n{len(rows) - len(missed)} of {len(rows)} shapes keep the bars")
-    for row in missed:
-        print(f"{row.name}: {', '.join(row.missed)}")
-    if busy:
-        print(f"Other processes took over {BUSY:.0%} of the cores, not to be trusted: {', '.join(busy)}")
-    return int(bool(missed))
+# While it lasts, products of matrices are taken with their result transposed, or not.
+turning = partial(mock.patch.object, conv_plan, "conv_turns")
+SIZES = {1: (50, 200, 1000, 4000, 16000), 2: (4, 7, 8, 14, 16, 28, 32, 56, 112), 3: (4, 8, 12, 16, 24)}
+KERNELS = {1: (1, 2, 3, 5, 9, 15), 2: (1, 2, 3, 3, 3, 5, 7), 3: (1, 2, 3, 3)}
+CHANNELS = (1, 3, 4, 8, 8, 10, 16, 16, 20, 32, 32, 48, 64, 64, 96, 128, 128, 256, 256, 512)
 
 
-def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.convolutions", description=__doc__)
-    parser.add_argument("--only", type=among(SHAPES), help="some of the shapes, with commas (all)")
-    parser.add_argument("--rounds", type=positive, default=5, help="turns of each contender (5)")
-    parser.add_argument(
-        "--sets", type=positive, default=1, help="operands to take in turn, so that caches are cold (1)"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
-    return parser.parse_args(argv)
+def draw(rng: random.Random) -> str:
+    """A convolution that takes a few milliseconds, in the notation of `convolutions`."""
+    while True:
+        d = rng.choice([1, 2, 2, 2, 2, 3])
+        size, kernel = rng.choice(SIZES[d]), rng.choice(KERNELS[d])
+        stride, dilation = rng.choice([(1, 1), (1, 1), (1, 1), (1, 2), (2, 1)])
+        c, o, groups = rng.choice(CHANNELS), rng.choice(CHANNELS), 1
+        if rng.random() < 0.25:
+            groups = rng.choice([2, 4, 8, 16, 32, 64, 128, 256, 512])
+            c = o = groups * rng.choice([1, 1, 2, 4, 8, 16])
+        t, weights = (size // stride) ** d, o * c // groups * kernel**d
+        n = min(64, int(6e6 / (weights * t / 50 + (c * size**d + o * t + weights) / 2)))
+        n = rng.choice([n, n, n // 2, n // 4])
+        if n > 0 and n * max(weights, c * size**d, o * t) < 3e7:  # numbers in an operand or the result
+            return f"{n}*{c}-{o} {'x'.join([str(size)] * d)} k{kernel} /{stride} d{dilation} g{groups}"
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def measure_both(text: str, rounds: int) -> dict[str, Measured]:
+    """The times of every strategy, with products taken either way."""
+    found: dict[str, Measured] = {}
+    for turned in (True, False):
+        with turning(return_value=turned):
+            times = measure(text, rounds, wanted=TURNED)
+        found |= {name + " turned" * (turned and name in STRATEGIES): taken for name, taken in times.items()}
+    return found
+
+
+def counted(records: Iterable[Record]) -> Iterator[Sample]:
+    for record in records:
+        strategy, _, turned = record.contender.partition(" ")
+        if record.quantity == DRAWN and strategy in STRATEGIES:
+            with turning(return_value=bool(turned)):
+                counts = conv_plan.counts(*read_shape(record.workload))[strategy]
+            yield record.workload, counts, record.measured.best or 0.0
+
+
+def fit(found: list[Sample]) -> dict[str, float]:
+    """Prices in nanoseconds."""
+    import numpy as np
+    from scipy.optimize import nnls
+
+    names = sorted({name for _, counts, _ in found for name in counts})
+    a = np.array([[counts.get(name, 0.0) for name in names] for _, counts, _ in found])
+    t = np.array([seconds * 1e9 for *_, seconds in found])
+    weights = 1 / t
+    for _ in range(30):  # least absolute errors by least squares, weighted again and again
+        prices, _ = nnls(a * weights[:, None], t * weights)
+        weights = 1 / t / np.sqrt(np.maximum(np.abs(a @ prices / t - 1), 0.05))
+    return dict(zip(names, prices.tolist(), strict=True))
+
+
+def losses(found: list[Sample], prices: dict[str, float]) -> list[float]:
+    """For each convolution the time of the strategy that is chosen by prices over that of the best one, in order."""
+    ways: dict[str, list[tuple[float, float]]] = {}
+    for shape, counts, seconds in found:
+        ways.setdefault(shape, []).append((sum(prices[name] * count for name, count in counts.items()), seconds))
+    return sorted(min(taken)[1] / min(seconds for _, seconds in taken) for taken in ways.values())
+
+
+def fitting(args: Namespace, run: Run) -> Iterator[Plan]:
+    """A table of convolutions drawn at random; then prices from it and earlier ones in the file, and what they lose."""
+    run.records += read(args.json) if args.json.exists() else []
+    rng, end = random.Random(len(run.records)), time.monotonic() + args.seconds
+    drawn = iter(lambda: draw(rng) if time.monotonic() < end else "", "")
+    rows = (Row(text, read_shape(text)[0][0], partial(measure_both, text, args.rounds)) for text in drawn)
+    yield Plan("time", DRAWN, ORDINARY, TURNED, rows, 44)
+    found = list(counted(run.records))
+    prices = fit(found)
+    lost = losses(found, prices)
+    print("\n".join(f'    "{name}": {price:.3g},' for name, price in prices.items()))
+    print(f"{len(lost)} shapes; chosen over best: mean {mean(lost):.2f}, 90% under {lost[int(0.9 * len(lost))]:.2f}")

@@ -1,151 +1,102 @@
-"""`python -m benchmarks.plot results.json --out docs/`: pictures of what the benchmarks measured."""
+"""Pictures of what the benchmarks measured."""
 
-import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
-
-mpl.use("Agg")
-
 import matplotlib.pyplot as plt
 
-from .measured import Record, read
+from .models import WORKLOADS
 from .peers import BASE, GROWTH, OURS, PEERS
-from .quantities import NAMES
-from .workloads import SWEEP, WORKLOADS
+from .results import Record
+from .tasks import QUANTITIES
+from .workloads import SAMPLES
 
-TITLES = {
-    "grads": "per-sample gradients",
-    "norms": "their norms",
-    "clipped": "sum of clipped gradients",
-    "gram": "inner products",
-}
-COLORS = {
-    "batch": "#555555",
-    "loop": "#a6a6a6",
-    "vmap(grad)": "#e08e45",
-    "ExpandedWeights": "#8c6bb1",
-    "Opacus": "#5b9bd5",
-    "Opacus ghost": "#1f5f99",
-    "BackPACK": "#59a14f",
-    "JAX": "#c9a400",
-    "psgrad": "#d62728",
-    "psgrad out=": "#ff9896",
-    "psgrad replayed": "#8b0000",
-}
-MARKERS = dict(zip(PEERS, "|xsv^<D>oo*", strict=True))
+plt.switch_backend("Agg")
+LONG = ("per-sample gradients", "their norms", "sum of clipped gradients", "inner products")
+TITLES = dict(zip(QUANTITIES, LONG, strict=True))
+COLORS = ["#555555", "#a6a6a6", "#e08e45", "#8c6bb1", "#5b9bd5", "#1f5f99", "#59a14f", "#c9a400"]  # of PEERS
+COLORS += ["#d62728", "#ff9896", "#8b0000"]
+STYLES = dict(zip(PEERS, zip("|xsv^<D>oo*", COLORS, strict=True), strict=True))
 
 
 def draw(records: Sequence[Record], out: Path) -> list[Path]:
-    """Every picture that there are figures for."""
+    """Draws every picture that there are figures for."""
+    times = [r for r in records if r.kind == "time" and r.workload in WORKLOADS and r.contender != BASE and r.ratio]
+    swept = [r for r in records if r.workload in {point.label for point in SAMPLES} and r.contender in GROWTH]
+    sums = [r for r in swept if (r.kind, r.quantity) == ("memory", "clipped") and r.measured.best]
     out.mkdir(parents=True, exist_ok=True)
-    figures = {"times.png": times(records), "memory.png": memory(records)}
-    written = []
-    for name, figure in figures.items():
-        if figure is not None:
-            figure.savefig(out / name, dpi=150)
-            plt.close(figure)
-            written.append(out / name)
-    return written
+    pictures = {"times.png": times and draw_times(times), "memory.png": sums and draw_memory(sums)}
+    drawn = {out / name: figure for name, figure in pictures.items() if figure}
+    for file, figure in drawn.items():
+        figure.savefig(file, dpi=150)
+        plt.close(figure)
+    return list(drawn)
 
 
-def times(records: Sequence[Record]) -> Any:
+def draw_times(shown: Sequence[Record]) -> Any:
     """Time over that of the batch gradient: a panel for each quantity, a line for each workload."""
-    shown = [r for r in records if r.kind == "time" and r.workload in WORKLOADS and r.contender != BASE and r.ratio]
-    quantities = [q for q in NAMES if any(r.quantity == q for r in shown)]
+    quantities = [q for q in TITLES if any(r.quantity == q for r in shown)]
     workloads = [w for w in WORKLOADS if any(r.workload == w for r in shown)][::-1]
-    if not shown:
-        return None
     columns, rows = min(2, len(quantities)), -(-len(quantities) // 2)
     size = (1.4 + 4.6 * columns, 1.0 + rows * (0.9 + 0.32 * len(workloads)))
     figure, grid = plt.subplots(rows, columns, figsize=size, sharey=True, squeeze=False, layout="constrained")
-    panels = grid.flatten()
-    for panel in panels[len(quantities) :]:
+    for panel in grid.flatten()[len(quantities) :]:
         panel.set_visible(False)
-    for panel, quantity in zip(panels, quantities, strict=False):
+    for panel, quantity in zip(grid.flatten(), quantities, strict=False):
         for name in PEERS:
             found = [r for r in shown if r.quantity == quantity and r.contender == name]
             panel.plot([r.ratio for r in found], [workloads.index(r.workload) for r in found], **dot(name))
-        panel.axvline(1, color=COLORS[BASE], linewidth=1, zorder=0)
+        panel.axvline(1, color=COLORS[0], linewidth=1, zorder=0)
         panel.set(title=TITLES[quantity], xscale="log", yticks=range(len(workloads)), yticklabels=workloads)
-        panel.set_ylim(-0.6, len(workloads) - 0.4)
-        logarithmic(panel.xaxis)
+        panel.set(ylim=(-0.6, len(workloads) - 0.4), axisbelow=True)
         panel.tick_params(axis="x", labelsize=8)
         panel.tick_params(axis="y", length=0)
-        panel.grid(axis="both", color="#e6e6e6", linewidth=0.7)
-        panel.set_axisbelow(True)
-        panel.spines[["top", "right", "left"]].set_visible(False)
+        finish(panel, panel.xaxis, ["top", "right", "left"])
     figure.supxlabel("time over that of the ordinary batch gradient (log scale; left is faster)", fontsize=10)
-    handles = {line.get_label(): line for panel in panels for line in panel.lines if len(line.get_xdata())}
-    legend(figure, {name: handles[name] for name in PEERS if name in handles}, columns=3 + 2 * (columns > 1))
+    legend(figure, grid.flatten(), columns=3 + 2 * (columns > 1))
+    return figure
+
+
+def draw_memory(shown: Sequence[Record]) -> Any:
+    """Peak memory of the sum of clipped gradients against the number of samples."""
+    workloads = list(dict.fromkeys(r.workload.split()[0] for r in shown))
+    size = (1.2 + 3.8 * len(workloads), 3.9)
+    figure, (panels,) = plt.subplots(1, len(workloads), figsize=size, squeeze=False, layout="constrained")
+    for panel, workload in zip(panels, workloads, strict=True):
+        for name in GROWTH:
+            found = [r for r in shown if r.workload.split()[0] == workload and r.contender == name]
+            points = sorted((r.n, (r.measured.best or 0) / 1e6) for r in found)
+            style = dot(name) | {"linestyle": "--" if name == BASE else "-", "marker": "o", "markersize": 5}
+            panel.plot([n for n, _ in points], [size for _, size in points], **style)
+        panel.set(title=workload, xscale="log", yscale="log", xlabel="samples", xticks=sorted({r.n for r in shown}))
+        panel.xaxis.set_major_formatter("{x:g}")
+        panel.minorticks_off()
+        finish(panel, panel.yaxis, ["top", "right"])
+    panels[0].set_ylabel("peak MB of a sum of clipped gradients")
+    legend(figure, panels, columns=len(GROWTH))
     return figure
 
 
 def dot(name: str) -> dict[str, Any]:
     """How a contender looks; ours in front and larger."""
-    ours = name in OURS
-    size = 9 if name == OURS[0] else 7 if ours else 5.5
-    style = {"linestyle": "", "marker": MARKERS[name], "markersize": size, "zorder": 4 if ours else 3}
-    return style | {"color": COLORS[name], "label": name, "alpha": 1.0 if ours else 0.85}
+    (marker, color), ours = STYLES[name], name in OURS
+    style = {"linestyle": "", "marker": marker, "color": color, "label": name}
+    return style | ({"markersize": 8, "zorder": 4} if ours else {"markersize": 5.5, "zorder": 3, "alpha": 0.85})
 
 
-def memory(records: Sequence[Record]) -> Any:
-    """Peak memory of the sum of clipped gradients against the number of samples."""
-    labels = {point.label: point.workload for point in SWEEP}
-    shown = [r for r in records if r.kind == "memory" and r.quantity == "clipped" and r.workload in labels]
-    shown = [r for r in shown if r.contender in GROWTH and r.measured.best]
-    workloads = list(dict.fromkeys(labels[r.workload] for r in shown))
-    if not shown:
-        return None
-    size = (1.2 + 3.8 * len(workloads), 3.9)
-    figure, panels = plt.subplots(1, len(workloads), figsize=size, squeeze=False, layout="constrained")
-    for panel, workload in zip(panels[0], workloads, strict=True):
-        for name in GROWTH:
-            found = sorted((r for r in shown if labels[r.workload] == workload and r.contender == name), key=samples)
-            style = dot(name) | {"linestyle": "--" if name == BASE else "-", "marker": "o", "markersize": 5}
-            panel.plot([r.n for r in found], [(r.measured.best or 0) / 1e6 for r in found], **style)
-        panel.set(title=workload, xscale="log", yscale="log", xlabel="samples")
-        logarithmic(panel.yaxis)
-        panel.set_xticks(sorted({r.n for r in shown}))
-        panel.xaxis.set_major_formatter(plain)
-        panel.minorticks_off()
-        panel.grid(color="#e6e6e6", linewidth=0.7)
-        panel.spines[["top", "right"]].set_visible(False)
-    panels[0][0].set_ylabel("peak MB of a sum of clipped gradients")
-    legend(figure, {line.get_label(): line for line in panels[0][0].lines}, columns=len(GROWTH))
-    return figure
-
-
-def samples(record: Record) -> int:
-    return record.n
-
-
-def plain(value: float, _: object = None) -> str:
-    return f"{value:g}"
-
-
-def logarithmic(axis: Any) -> None:
-    """Ticks at 1, 2, 5, 10, as plain numbers."""
+def finish(panel: Any, axis: Any, without: list[str]) -> None:
+    """Ticks of an axis at 1, 2, 5, 10, as plain numbers; a light grid; no frame on some sides."""
     axis.set_major_locator(mpl.ticker.LogLocator(subs=(1, 2, 5)))
-    axis.set_major_formatter(plain)
+    axis.set_major_formatter("{x:g}")
     axis.set_minor_formatter(mpl.ticker.NullFormatter())
+    panel.grid(color="#e6e6e6", linewidth=0.7)
+    panel.spines[without].set_visible(False)
 
 
-def legend(figure: Any, handles: dict[str, Any], columns: int) -> None:
+def legend(figure: Any, panels: Iterable[Any], columns: int) -> None:
+    lines = {line.get_label(): line for panel in panels for line in panel.lines if len(line.get_xdata())}
+    names = [name for name in PEERS if name in lines]
     style = {"loc": "outside upper center", "ncols": columns, "frameon": False, "fontsize": 9}
-    figure.legend(handles.values(), handles.keys(), **style)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__)
-    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="what --json wrote; several count together")
-    parser.add_argument("--out", type=Path, default=Path("docs"), metavar="DIR", help="where pictures go (docs)")
-    args = parser.parse_args(argv)
-    records = [record for file in args.files for record in read(file)]
-    print(*draw(records, args.out), sep="\n")
-
-
-if __name__ == "__main__":
-    main()
+    figure.legend([lines[name] for name in names], names, **style)

@@ -16,7 +16,7 @@ import torch
 from . import costs
 from .costs import ConvGeometry, Plan
 
-# Nanoseconds on two CPU threads, float32; `python -m benchmarks.fit_convolutions` measures and fits them.
+# Nanoseconds on two CPU threads, float32; `python -m benchmarks fit 600` measures and fits them.
 COSTS = {
     # matrix products: for each multiply-add, number of an operand, odd one out of 8, number of the result
     "multiply": 0.0153,
