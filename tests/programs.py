@@ -376,7 +376,8 @@ def normalised(pool: Pool, v: str, shape: Shape) -> None:
         options += [
             "F.group_norm({v}[None], 1, {c}, {c2}, eps=0.1)[0]",
             "F.instance_norm({v}[None], weight={c}, eps=0.1)[0]",
-            "F.batch_norm({v}, None, None, {s}, {s2}, training=True, eps=0.1)",
+            # of a weight that is not contiguous torch's own backward is wrong on a CPU
+            "F.batch_norm({v}, None, None, {s}.contiguous(), {s2}, training=True, eps=0.1)",
         ]
     second = (shape[1],) if len(shape) > 1 else ()
     pool.let(*options, v=v, size=shape[-1], a=shape[-1:], b=shape[-1:], c=shape[:1], c2=shape[:1], s=second, s2=second)

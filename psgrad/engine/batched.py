@@ -75,7 +75,11 @@ def _attempt(problem: Problem, collector: Collector, options: RunOptions, log: l
             if not loaded and is_loaded():
                 raise CompilerLoaded
             if mode.signal is not None:  # whatever `fn` has made of it
-                raise mode.signal
+                signal, mode.signal = (
+                    mode.signal,
+                    None,
+                )  # in a circle with its traceback it would keep fn's frames alive
+                raise signal
         losses = levels.unwrap(out.loss, n, level)
         aux = [levels.unwrap(a, n, level) for a in out.aux]
     mode.draws.check()
