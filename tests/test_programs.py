@@ -52,8 +52,9 @@ def check(program: Program, chunk_size: int | None) -> None:
     fn, params, batch = program.run()
     try:
         grads = psgrad.testing.loop_grads(fn, params, optree.tree_map(torch.clone, batch))
-    except RuntimeError as error:  # a write that ordinary autograd refuses too
+    except RuntimeError as error:  # a write, or a view of a sample's layout, that torch refuses without vmap too
         hypothesis.assume("modified by an inplace operation" not in str(error))
+        hypothesis.assume("view size is not compatible" not in str(error))
         raise
     n = program.n
     rows = torch.cat([t.reshape(n, -1) for t in optree.tree_leaves(grads)], 1)
