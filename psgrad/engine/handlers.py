@@ -176,7 +176,7 @@ def apply_function(mode: "Mode", call: "TorchCall") -> Any:
     if sampled and not vmaps_its_backward(call.func.function):
         why = _MIXES if says_vmap(call.func.function) else "it does not say what it does under vmap"
         return run_alone(mode, call.func, call.args, call.kwargs, why)
-    return mode.left_to_vmap(call, "no rule for this function")
+    return mode.left_to_vmap(call.func, call.args, call.kwargs, call.operands.params, "no rule for this function")
 
 
 def call_custom_op(mode: "Mode", call: "TorchCall") -> Any:
@@ -201,7 +201,7 @@ def compute_once(mode: "Mode", call: "TorchCall") -> Any:
         return NotImplemented
     per_sample = mode.options.of_params_per_sample and call.func not in VIEWS
     if operands.samples or not mode.is_innermost or per_sample:
-        return mode.left_to_vmap(call, "no rule for this function")
+        return mode.left_to_vmap(call.func, call.args, call.kwargs, call.operands.params, "no rule for this function")
     return run_once(mode, call.func, call.args, call.kwargs, operands.params)
 
 
@@ -285,10 +285,6 @@ def _has_body(func: Any) -> bool:
     return body_of(func) is not None
 
 
-def _is_taken_apart(func: Any) -> bool:
-    return is_composite(func)
-
-
 TABLE: tuple[tuple[Callable[[Any], bool], Handler], ...] = (
     (_always, refuse_outdated),
     (RANDOM.__contains__, draw),
@@ -306,7 +302,7 @@ TABLE: tuple[tuple[Callable[[Any], bool], Handler], ...] = (
     (lambda func: func in GRAPHS, tell_graph),
     (lambda func: func is torch.Tensor.requires_grad_, start_graph),
     (lambda func: func is IS_NESTABLE, deny),
-    (_is_taken_apart, take_apart),
+    (is_composite, take_apart),
     (_has_body, run_body),
     (_is_written, write),
     (MAKERS.__contains__, make),

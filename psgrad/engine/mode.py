@@ -234,10 +234,10 @@ class Mode(TorchFunctionMode):
             for param in params:
                 param.source.uses += 2
 
-    def left_to_vmap(self, call: TorchCall, reason: str) -> Any:
+    def left_to_vmap(self, func: Any, args: Any, kwargs: Any, params: list[Param], reason: str) -> Any:
         """The call as vmap does it: exact, dense."""
-        self.unruled(call.func, call.operands.params, reason)
-        return call.run()
+        self.unruled(func, params, reason)
+        return func(*args, **kwargs)
 
     # ---- recomputation ---------------------------------------------------------------------------------------
 

@@ -207,13 +207,13 @@ def run_rule(mode: "Mode", rule: Entry, func: Any, args: Any, kwargs: Any, opera
         with mode:  # its parts come to the mode again
             return rule.run(*args, **kwargs)
     if levels.current_level() != mode.level:
-        return _left_to_vmap(mode, func, args, kwargs, params, "inside another transform")
+        return mode.left_to_vmap(func, args, kwargs, params, "inside another transform")
     if isinstance(rule, BatchFold):
         return _run_folded(mode, rule, func, args, kwargs, params)
     if not operands.samples and rule.only_params:  # a weight made of weights, not a weight at work
         if mode.options.of_params_per_sample:
             why = "a function of parameters is changed in place"
-            return _left_to_vmap(mode, func, args, kwargs, params, why)
+            return mode.left_to_vmap(func, args, kwargs, params, why)
         return run_once(mode, func, args, kwargs, params)
     try:
         given = operands.resolved
@@ -227,7 +227,7 @@ def run_rule(mode: "Mode", rule: Entry, func: Any, args: Any, kwargs: Any, opera
     except TypeError:  # a wrong call: torch's own message is the better one
         return func(*args, **kwargs)
     if isinstance(call, Decline):
-        return _left_to_vmap(mode, func, args, kwargs, params, call.reason)
+        return mode.left_to_vmap(func, args, kwargs, params, call.reason)
     return _run_call(mode, rule, call, func, args, kwargs, operands)
 
 
@@ -235,13 +235,13 @@ def _run_call(mode: "Mode", rule: Rule, call: Call, func: Any, args: Any, kwargs
     """A call that the rule has taken."""
     params, bound = operands.params, BoundRule(rule, call.options, call.params, mode.collector)
     if bound.is_complex or call.x.dtype.is_complex:
-        return _left_to_vmap(mode, func, args, kwargs, params, "complex numbers")
+        return mode.left_to_vmap(func, args, kwargs, params, "complex numbers")
     of_params = not operands.samples and not bound.constants and isinstance(call.x, Param)
     if of_params and not mode.options.of_params_per_sample:
         return run_once(mode, func, args, kwargs, params)  # a standardised weight, say
     for constant in bound.constants:
         if levels.is_batched(constant, mode.level):
-            return _left_to_vmap(mode, func, args, kwargs, params, "the weight differs between samples")
+            return mode.left_to_vmap(func, args, kwargs, params, "the weight differs between samples")
     if not mode.recomputing:
         for param in params:
             param.source.uses += 1
@@ -268,17 +268,11 @@ def _run_folded(mode: "Mode", rule: BatchFold, func: Any, args: Any, kwargs: Any
     except TypeError:  # a wrong call: torch's own message is the better one
         return func(*args, **kwargs)
     if isinstance(bound, Decline):
-        return _left_to_vmap(mode, func, args, kwargs, params, bound.reason)
+        return mode.left_to_vmap(func, args, kwargs, params, bound.reason)
     if params:
         mode.unruled(func, params, "folded into the batch; no rule for a parameter here")
     tensors, options = bound
     return levels.wrap(levels.below(rule.run, options, *map(mode.lower, tensors)), mode.level)
-
-
-def _left_to_vmap(mode: "Mode", func: Any, args: Any, kwargs: Any, params: list[Param], reason: str) -> Any:
-    """The call as vmap does it: exact, dense."""
-    mode.unruled(func, params, reason)
-    return func(*args, **kwargs)
 
 
 def ask_op(mode: "Mode", func: Any, args: Any, kwargs: Any) -> None:

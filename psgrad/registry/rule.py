@@ -109,6 +109,6 @@ REDIRECTS: dict[Any, Callable[[Any, Any, Any], tuple[Any, Any, Any]]] = {}
 
 
 def fill(rule: Entry) -> None:
-    """Put a rule of this package in the table for each of its functions; those of others go by `_plugin.register`."""
+    """Put a rule of this package in the table for each of its functions; those of others go by `plugin.register`."""
     for function in rule.functions:
         RULES[function] = rule
