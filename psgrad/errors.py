@@ -193,7 +193,7 @@ def place_of(error: BaseException) -> str:
     return str(users or stock or Spot(None, 0))
 
 
-def is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether `error` says that there is no memory, which no other way of doing the same mends."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .errors import ArgumentError, ArgumentTypeError
-from .swap import Slots, Swap
+from .swap import Given, Slots, Swap
 from .torch_.autograd import without_modes
 from .torch_.compiler import uncompiled
 from .torch_.functions import is_composite, opened
@@ -72,6 +72,11 @@ def from_module(model: torch.nn.Module, loss: Callable[[Any, Any], Tensor]) -> t
         raise ArgumentTypeError(f"loss is a {type(loss).__name__}, not a function\n  give loss(output, target).")
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         model = model.module  # it would wait for other processes, which may run fn another number of times
+    if type(model).__module__.partition(".")[0] == "opacus":
+        raise ArgumentError(
+            f"the model is wrapped by Opacus's {type(model).__name__}, which hangs hooks on its modules\n"
+            "  give the model itself: model.to_standard_module()."
+        )
     _refuse_sharded(model)
     for name, p in model.named_parameters():
         if isinstance(p, torch.nn.parameter.UninitializedParameter):
@@ -83,7 +88,7 @@ def from_module(model: torch.nn.Module, loss: Callable[[Any, Any], Tensor]) -> t
     if is_composite(loss):
         loss = opened(loss)  # modes see what it is made of, without its own hand-over: 20 us
     slots = Slots(model)
-    params, known = slots.trainable(), slots.names
+    params, known = slots.trainable(), set(slots.names)
     if not params:
         raise ArgumentError("no parameter of the model has requires_grad\n  set it on those to differentiate.")
 
@@ -98,8 +103,7 @@ def from_module(model: torch.nn.Module, loss: Callable[[Any, Any], Tensor]) -> t
                 output = model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
         return loss(output, target)
 
-    own = dict(params)
-    vars(fn)["psgrad_check"] = lambda given: slots.refuse_moved(given, own) if isinstance(given, Mapping) else None
+    vars(fn)["psgrad_check"] = Given(slots, params).refuse_changed
     vars(fn)["psgrad_module"] = (model, given, slots.lock)  # for `verify`, which calls them without all this
     return fn, params
 

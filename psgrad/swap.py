@@ -7,7 +7,10 @@ place of a parameter, and a small net takes a third of the time.
 
 import threading
 import weakref
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from itertools import repeat
+from operator import is_, is_not, methodcaller, setitem
 from typing import Any
 
 import torch
@@ -15,20 +18,36 @@ from torch import Tensor
 
 from .engine.held import HELD
 from .errors import ArgumentError, UnsupportedOpError
-from .torch_.modules import Home, buffers_of, has_gradient_hooks, parameters_of
+from .torch_.modules import Home, buffers_of, gradient_hooks_of, parameters_of
 
 _LOCKS: "weakref.WeakKeyDictionary[torch.nn.Module, threading.RLock]" = weakref.WeakKeyDictionary()
-Slot = tuple[Home, str, str, torch.nn.Parameter]  # (home, key, name, parameter)
+_memory_of: Callable[[Tensor], int] = methodcaller("data_ptr")
 
 
 class Slots:
-    """Where a model holds parameters, buffers, and tensors that it keeps beside them."""
+    """Where a model holds parameters, buffers, and tensors that it keeps beside them.
+
+    Every place of a parameter is a slot: a key of a module's dict. The lists go together, slot by slot, so that a swap
+    is a few calls of C functions, whatever the size of the model.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
         self.lock = _LOCKS.setdefault(model, threading.RLock())  # two threads would see each other's parameters
         with self.lock:
-            self.parameters = _parameters(model)
+            slots = [
+                (parameters_of(module), key, path, p)
+                for path, module in model.named_modules()  # each module once, whatever the number of paths to it
+                for key, p in parameters_of(module).items()
+                if p is not None
+            ]
+        first: dict[int, str] = {}
+        self.homes = [home for home, _, _, _ in slots]
+        self.keys = [key for _, key, _, _ in slots]
+        self.parameters = [p for _, _, _, p in slots]
+        self.names = [  # a tied parameter has its first name everywhere
+            first.setdefault(id(p), f"{path}.{key}" if path else key) for _, key, path, p in slots
+        ]
         self.buffered = [module for module in model.modules() if buffers_of(module)]
         self.caches = [  # what the older weight_norm sets, what recurrent layers keep
             (vars(module), key)
@@ -37,72 +56,80 @@ class Slots:
             if isinstance(value, Tensor) or key == "_flat_weights"
         ]
 
-    @property
-    def names(self) -> set[str]:
-        return {name for _, _, name, _ in self.parameters}
-
     def trainable(self) -> dict[str, Tensor]:
         """The parameters with `requires_grad`, detached."""
-        for _, _, name, p in self.parameters:
-            if p.requires_grad and has_gradient_hooks(p):
-                raise ArgumentError(
-                    f"parameter {name!r} of the model has hooks on its gradient, and per-sample gradients pass none\n"
-                    "  remove them, and do to the gradients what they do."
-                )
-        return {name: p.detach() for _, _, name, p in self.parameters if p.requires_grad}
+        trainable = [(name, p) for name, p in zip(self.names, self.parameters, strict=True) if p.requires_grad]
+        for name, p in trainable:
+            if gradient_hooks_of(p):
+                raise _hooked(name)
+        return {name: p.detach() for name, p in trainable}
 
-    def refuse_moved(self, given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-        """Raise where a parameter in `given`, one that `trainable` gave as `own`, has lost the model's memory since."""
-        for _, _, name, p in self.parameters:
-            t = own.get(name)
-            if t is not None and given.get(name) is t and t.data_ptr() != p.data_ptr():
+    def there(self) -> list[Any]:
+        """What the slots hold now; None where the model has none any more."""
+        return list(map(dict.get, self.homes, self.keys))
+
+    def put(self, values: Iterable[Any]) -> None:
+        """Let the slots hold these."""
+        deque(map(setitem, self.homes, self.keys, values), maxlen=0)
+
+
+class Given:
+    """The parameters that `from_module` handed out, beside the model's own whose memory they share."""
+
+    def __init__(self, slots: Slots, params: Mapping[str, Tensor]) -> None:
+        own = {name: p for name, p in zip(slots.names, slots.parameters, strict=True) if name in params}
+        self.names, self.own, self.tensors = list(own), list(own.values()), [params[name] for name in own]
+
+    def refuse_changed(self, params: Any) -> None:
+        """Raise where one of those in `params` has lost the model's memory since, or has got hooks."""
+        together = list(map(_memory_of, self.own)) == list(map(_memory_of, self.tensors))
+        if (together and not any(map(gradient_hooks_of, self.own))) or not isinstance(params, Mapping):
+            return
+        for name, p, t in zip(self.names, self.own, self.tensors, strict=True):
+            if name in params and gradient_hooks_of(p):
+                raise _hooked(name)
+            if params.get(name) is t and t.data_ptr() != p.data_ptr():
                 raise ArgumentError(
                     f"parameter {name!r} of the model has other memory than when from_module was called\n"
                     "  assignments to .data, casts and moves to a device replace it: call from_module again."
                 )
 
 
-def _parameters(model: torch.nn.Module) -> list[Slot]:
-    """Every place of every parameter, a tied one under its first name."""
-    names: dict[int, str] = {}
-    return [
-        (parameters_of(module), key, names.setdefault(id(p), f"{path}.{key}" if path else key), p)
-        for path, module in model.named_modules()  # each module once, whatever the number of paths to it
-        for key, p in parameters_of(module).items()
-        if p is not None
-    ]
+def _hooked(name: str) -> ArgumentError:
+    return ArgumentError(
+        f"parameter {name!r} of the model has hooks on its gradient, and per-sample gradients pass none\n"
+        "  remove them, and do to the gradients what they do."
+    )
 
 
 class Swap:
     """Inside, the model holds `params`; its other parameters are frozen, its buffers copies it may change."""
 
-    def __init__(self, slots: "Slots", params: Mapping[str, Tensor]) -> None:
-        self.model, self.lock = slots.model, slots.lock
-        self.slots, self.buffered, self.caches, self.params = slots.parameters, slots.buffered, slots.caches, params
-        self.before: list[tuple[Home, str, Any, Any]] = []  # what was there, and what was put there to stay
+    def __init__(self, slots: Slots, params: Mapping[str, Tensor]) -> None:
+        self.slots, self.params, self.model = slots, params, slots.model
 
     def __enter__(self) -> None:
-        self.lock.acquire()
-        held, params, before = HELD, self.params, self.before
-        held.locks.append(self.lock)
+        slots, held = self.slots, HELD
+        slots.lock.acquire()
+        self.there = there = slots.there()
+        if not all(map(is_, there, slots.parameters)) and (name := self._replaced()) is not None:
+            slots.lock.release()
+            raise ArgumentError(
+                f"parameter {name!r} of the model is another than when from_module was called\n"
+                "  load_state_dict(assign=True) and assignments replace parameters: call from_module again."
+            )
+        held.locks.append(slots.lock)
         held.holdings.append(self)
+        self.given = given = list(map(self.params.get, slots.names))
+        self.beside: list[tuple[Home, str, Any]] = []  # what was there in other places
         try:
-            for home, key, name, p in self.slots:
-                there = home[key]
-                if there is not p and type(there) is torch.nn.Parameter:
-                    raise _replaced(name)
-                given = params.get(name)
-                before.append((home, key, there, given))
-                home[key] = p.detach() if given is None else given
-            for home, key in self.caches:
-                if key in home:
-                    before.append((home, key, home[key], None))
-            for module in self.buffered:
-                home = buffers_of(module)
-                for key, b in home.items():
-                    if b is not None:
-                        before.append((home, key, b, None))
-                        home[key] = b.clone()
+            if all(map(is_not, given, repeat(None))):
+                slots.put(given)
+            else:
+                pairs = zip(given, slots.parameters, strict=True)
+                slots.put([p.detach() if t is None else t for t, p in pairs])
+            if slots.caches or slots.buffered:
+                self._copy_beside()
         except BaseException:
             self._restore()
             raise
@@ -111,28 +138,52 @@ class Swap:
 
     def __exit__(self, error: object, *_: object) -> None:
         lost = self._restore()
-        if lost is not None and error is None:
-            raise self._lost(lost)
+        if lost and error is None:
+            raise self._lost()
 
-    def _restore(self) -> Tensor | None:
-        """The model holds its own again. Returns a parameter that was not where it was put, if there is one."""
-        lost, held = None, HELD
-        for home, key, there, given in reversed(self.before):  # two modules may share a home
-            if given is not None and home.get(key) is not given:
-                lost = given
+    def _restore(self) -> bool:
+        """The model holds its own again. Returns whether a parameter was not where it was put."""
+        slots, held = self.slots, HELD
+        self.missing = missing = [] if all(map(is_, slots.there(), self.given)) else self._missing()
+        slots.put(self.there)
+        for home, key, there in reversed(self.beside):  # two modules may share a home
             home[key] = there
-        self.before.clear()
         held.holdings.pop()
         held.locks.pop()
-        self.lock.release()
-        return lost
+        slots.lock.release()
+        return bool(missing)
+
+    def _missing(self) -> list[str]:
+        """The names of parameters that are not where they were put."""
+        slots = self.slots
+        places = zip(slots.homes, slots.keys, slots.names, self.given, strict=True)
+        return [name for home, key, name, given in places if given is not None and home.get(key) is not given]
+
+    def _copy_beside(self) -> None:
+        """Buffers are copies while the model runs; what it keeps beside them is noted."""
+        for home, key in self.slots.caches:
+            if key in home:
+                self.beside.append((home, key, home[key]))
+        for module in self.slots.buffered:
+            home = buffers_of(module)
+            for key, b in home.items():
+                if b is not None:
+                    self.beside.append((home, key, b))
+                    home[key] = b.clone()
+
+    def _replaced(self) -> str | None:
+        """The name of a parameter in whose slot another is, or none; what another swap has put there is neither."""
+        slots = zip(self.slots.names, self.slots.parameters, self.there, strict=True)
+        other = (torch.nn.Parameter, type(None))
+        return next((name for name, p, there in slots if there is not p and type(there) in other), None)
 
     def own(self, t: Tensor) -> str | None:
         """The name of the parameter that `t` is, where another stands in for it."""
-        return next((name for _, _, name, p in self.slots if p is t and name in self.params), None)
+        slots = zip(self.slots.names, self.slots.parameters, strict=True)
+        return next((name for name, p in slots if p is t and name in self.params), None)
 
-    def _lost(self, given: Tensor) -> UnsupportedOpError:
-        name = next(name for name, p in self.params.items() if p is given)
+    def _lost(self) -> UnsupportedOpError:
+        name = self.missing[0]
         path = name.rpartition(".")[0]
         module = self.model.get_submodule(path)
         where = f"in {path!r}, a {type(module).__name__}" if path else f"in the model, a {type(module).__name__}"
@@ -141,10 +192,3 @@ class Swap:
             f"  {where}\n"
             "  a hook or a wrapper puts another tensor there: give the module without it, or write fn yourself."
         )
-
-
-def _replaced(name: str) -> ArgumentError:
-    return ArgumentError(
-        f"parameter {name!r} of the model is another than when from_module was called\n"
-        "  load_state_dict(assign=True) and assignments replace parameters: call from_module again."
-    )

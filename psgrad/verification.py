@@ -9,6 +9,7 @@ import optree
 import torch
 from torch import Tensor
 
+from . import display
 from .annotations import Randomness
 from .engine.ladder import differentiating
 from .engine.problem import Problem
@@ -16,25 +17,35 @@ from .engine.rule_call import UseRecord
 from .engine.validate import check_positive, validated
 from .errors import ArgumentError, PsgradError, VerificationError, place_of
 from .plain_loop import Draws, Looped, loop, nudged, target_of
+from .quantities.clipped import clipped_grad
 from .quantities.grads import per_sample_grads
 from .quantities.norms import per_sample_norms
-from .quantities.sums import clipped_grad
 from .streaming.stream import refuse_inside_transforms
 from .testing import _logged
 
 
 class Comparison(NamedTuple):
-    """One quantity beside the plain loop's, at the place where it is furthest from it."""
+    """One quantity beside the plain loop's, at the place where it is furthest from it.
+
+    Attributes:
+        quantity: what was compared: "losses", "gradients", "norms", ...
+        param: the path of the parameter; "" for a number per sample.
+        sample: which sample; None: a sum over all.
+        difference: how far the two are apart.
+        relative: the difference over the largest number there.
+        allowed: the difference that rounding may make.
+    """
 
     quantity: str
-    param: str  # its path; "" for a number per sample
-    sample: int | None  # None: of all samples
+    param: str
+    sample: int | None
     difference: float
-    relative: float  # the difference over the largest number there
-    allowed: float  # what rounding may do
+    relative: float
+    allowed: float
 
     @property
     def agrees(self) -> bool:
+        """Whether the difference is allowed."""
         return self.difference <= self.allowed
 
     @property
@@ -44,23 +55,36 @@ class Comparison(NamedTuple):
 
     @property
     def where(self) -> str:
+        """The parameter and the sample, in words."""
         sample = "" if self.sample is None else f"sample {self.sample}"
         return ", ".join(part for part in (self.param, sample) if part)
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What `verify` has compared. Prints as a few lines."""
+    """What `verify` has compared. Prints as a few lines; renders as a table in notebooks.
 
-    samples: int  # how many were compared
-    of: int  # how many the batch has
-    against: str  # what the plain loop called
+    Attributes:
+        samples: how many were compared.
+        of: how many the batch has.
+        against: what the plain loop called: "the module itself", or "fn itself".
+        comparisons: a `Comparison` for each quantity.
+        how: how many uses of parameters went by rules, by vmap, or in a loop over samples.
+        unused: parameters that no gradient reaches: zeros on both sides.
+        small: parameters with gradients so small beside the others that they tell nothing.
+        nonfinite: parameters with gradients that are NaN or infinite, on both sides.
+        draws: what was done about random numbers; "" where `fn` draws none.
+    """
+
+    samples: int
+    of: int
+    against: str
     comparisons: tuple[Comparison, ...]
-    how: str  # rules, vmap, or a loop over samples
-    unused: tuple[str, ...]  # parameters that no gradient reaches: zeros on both sides
-    small: tuple[str, ...]  # parameters with gradients so small beside the others that they tell nothing
-    nonfinite: tuple[str, ...]  # parameters with gradients that are NaN or infinite, on both sides
-    draws: str  # what was done about random numbers; "" where fn draws none
+    how: str
+    unused: tuple[str, ...]
+    small: tuple[str, ...]
+    nonfinite: tuple[str, ...]
+    draws: str
 
     def __str__(self) -> str:
         width = max(len(c.quantity) for c in self.comparisons)
@@ -72,16 +96,40 @@ class Verification:
             else f"  {c.quantity.ljust(width)}  equal"
             for c in self.comparisons
         ]
-        lines.append(self.how)
+        return "\n".join([*lines, self.how, *self._remarks()])
+
+    def _remarks(self) -> list[str]:
+        lines = []
         if self.unused:
             lines.append("no gradient reaches, zeros on both sides: " + _listed(self.unused))
         if self.small:
             lines.append("gradients too small beside the others to tell: " + _listed(self.small))
         if self.nonfinite:
             lines.append("gradients that are not finite, on both sides: " + _listed(self.nonfinite))
-        return "\n".join([*lines, self.draws] if self.draws else lines)
+        return [*lines, self.draws] if self.draws else lines
 
     __repr__ = __str__
+
+    @display.safely
+    def _repr_html_(self) -> str:
+        """Each quantity, how far it is from the plain loop's, and how much of what rounding may do that is."""
+        rows = [
+            (
+                c.quantity,
+                c.where if c.difference else "",
+                f"{c.difference:.1e}" if c.difference else "equal",
+                f"{c.relative:.1e}" if c.difference else "",
+                f"{c.allowed:.1e}",
+                display.percent(c.excess) if c.difference else "",
+            )
+            for c in self.comparisons
+        ]
+        head = ("quantity", "furthest at", "off by", "of the largest", "allowed", "of that")
+        return display.page(
+            f"{self.samples} of {self.of} samples agree with {self.against}, called plainly",
+            display.table(head, rows, left=2),
+            display.notes([self.how, *self._remarks()]),
+        )
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -1,7 +1,7 @@
 """The table of torch.nn's modules with parameters: how each is made, what it is fed, which rules handle it.
 
 `rules` names, by parameter, what `psgrad.testing.rules_used` reports ("vmap" is plain vmap): a string for every
-parameter, or a table, or a function of the parameter's name. The README's table of modules is made from it.
+parameter, or a table, or a function of the parameter's name. The table of modules in docs/supported.md is made from it.
 """
 
 import warnings
@@ -533,7 +533,7 @@ _ALL = (*LAYERS, *LAZY, *RECURRENT, *ATTENTION, *TRANSFORMERS, *LOSSES, *PARAMET
 MODULES = tuple(entry for entry in _ALL if entry.id.partition("-")[0] not in LACKING)
 assert len({entry.id for entry in MODULES}) == len(MODULES), "two entries share an id"
 
-# ---- what the README says beside the rules -----------------------------------------------------------------
+# ---- what the table says beside the rules -------------------------------------------------------------------
 
 NOTES = {
     "Conv1d": 'groups, depthwise, dilation, `padding="same"`, every `padding_mode`',

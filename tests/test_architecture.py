@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent / "psgrad"
 FILES = sorted(ROOT.rglob("*.py"))
 LAYERS = (  # each imports only from those before it, and from itself where it is a package
     {"torch_"},
-    {"errors", "annotations"},
+    {"errors", "annotations", "display"},
     {"factors"},
     {"registry"},
     {"rules", "engine"},

@@ -577,3 +577,39 @@ def test_mistakes_of_newcomers() -> None:
     with pytest.raises(psgrad.ArgumentTypeError) as error:
         psgrad.from_module(F.cross_entropy, model)  # type: ignore[arg-type]
     assert str(error.value) == "model is a function, and loss a Linear\n  give the model first, then the loss."
+
+
+def test_weights_may_be_booleans_or_counts() -> None:
+    fn, w, x = lambda w, x: (w * x).sum(), torch.zeros(2), torch.tensor([[3.0, 4.0], [0.0, 2.0], [1.0, 1.0]])
+    assert psgrad.weighted_grad(fn, w, x, torch.tensor([True, False, True])).tolist() == [4.0, 5.0]
+    assert psgrad.weighted_grad(fn, w, x, torch.tensor([2, 0, 1])).tolist() == [7.0, 9.0]
+    assert psgrad.weighted_grad(fn, w, x, lambda norms: norms > 3).tolist() == [3.0, 4.0]
+
+
+def test_a_hook_that_comes_after_from_module_is_refused_by_name() -> None:
+    model = torch.nn.Linear(3, 2)
+    fn, params = psgrad.from_module(model, torch.nn.functional.cross_entropy)
+    batch = torch.randn(4, 3), torch.randint(2, (4,))
+    handle = model.bias.register_hook(lambda g: 2 * g)
+    with pytest.raises(psgrad.ArgumentError, match="parameter 'bias' of the model has hooks on its gradient"):
+        psgrad.per_sample_grads(fn, params, batch)
+    psgrad.per_sample_grads(fn, {"weight": params["weight"]}, batch)
+    handle.remove()
+    psgrad.per_sample_grads(fn, params, batch)
+
+
+def test_explain_inside_a_transform_is_refused_by_name() -> None:
+    def outer(w: torch.Tensor) -> torch.Tensor:
+        psgrad.explain(lambda w, x: (w * x).sum(), w, torch.ones(3, 2))
+        return w.sum()
+
+    with pytest.raises(psgrad.ArgumentError, match=r"explain is called inside a torch\.func transform"):
+        torch.func.grad(outer)(torch.ones(2))
+
+
+def test_a_model_wrapped_by_opacus_is_refused_by_name() -> None:
+    opacus = pytest.importorskip("opacus")
+    wrapped = opacus.GradSampleModule(torch.nn.Linear(3, 2))
+    with pytest.raises(psgrad.ArgumentError, match=r"wrapped by Opacus's GradSampleModule"):
+        psgrad.from_module(wrapped, torch.nn.functional.cross_entropy)
+    psgrad.from_module(wrapped.to_standard_module(), torch.nn.functional.cross_entropy)

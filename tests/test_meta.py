@@ -110,7 +110,8 @@ def _norms(fn: Any, params: Any, batch: Any) -> Shapes:
 
 
 def _clipped(fn: Any, params: Any, batch: Any) -> Shapes:
-    grad, norms, values = psgrad.clipped_grad(fn, params, batch, 1.0, nonfinite="propagate")
+    grad, norms, values, count, sensitivity = psgrad.clipped_grad(fn, params, batch, 1.0, nonfinite="propagate")
+    assert (count, sensitivity) == (N, 1.0)
     return [*_like(grad, params), (norms, (N,)), (values, (N,))]
 
 

@@ -4,13 +4,15 @@ Samples are independent under vmap, so the gradient of the *sum* of the losses t
 own.
 """
 
+from collections.abc import Callable
+from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 
-from ..errors import UnsupportedOpError
+from ..errors import PsgradError, UnsupportedOpError, is_out_of_memory
 from ..registry.params import Source
 from ..torch_ import autograd, levels
 from ..torch_.compiler import CompilerLoaded, eagerly, is_loaded
@@ -20,10 +22,13 @@ from ..torch_.watching import WATCHING
 from .checkpoint import Following
 from .collectors import Collector
 from .mode import Mode, RunOptions
-from .problem import Problem, rewind
+from .problem import Problem, Sampled, rewind
 from .rule_call import UseRecord
-from .signals import NeedsLoop, Rerun
+from .signals import Diverged, NeedsLoop, Rerun
 from .writes import refuse_lost_writes
+
+_contiguous: Callable[[Tensor], Tensor] = methodcaller("contiguous")
+_leaf_of: Callable[[Source], Tensor] = attrgetter("leaf")
 
 
 class Outcome(NamedTuple):
@@ -39,54 +44,51 @@ def run_together(
     problem: Problem, collector: Collector, log: list[UseRecord] | None = None, *, on_copies: bool = False
 ) -> Outcome:
     """All samples at once; `on_copies`: `fn` changes its sample in place, so each attempt gets a copy."""
-    options, logged = RunOptions(save_memory=problem.save_memory), 0 if log is None else len(log)
+    options = RunOptions(save_memory=True) if problem.save_memory else _USUAL
+    logged = 0 if log is None else len(log)
     while True:
+        given = problem.copied() if on_copies else problem
         try:
-            with eagerly(), WATCHING:
-                return _attempt(problem.copied() if on_copies else problem, collector, options, log)
+            with WATCHING:
+                if not is_loaded():
+                    return _attempt(given, collector, options, log)
+                with eagerly():
+                    return _attempt(given, collector, options, log)
         except Rerun as rerun:
             options = options._replace(**{rerun.option: True})  # each is asked for once
         except CompilerLoaded:
-            pass  # `eagerly` knows of it now
+            pass  # it is known now
         if log is not None:
             del log[logged:]
         if problem.randomness == "same":
             rewind(problem.draws_from)
 
 
+_USUAL = RunOptions()
+
+
 def _attempt(problem: Problem, collector: Collector, options: RunOptions, log: list[UseRecord] | None) -> Outcome:
     """One forward and one backward."""
-    n, mode = problem.n, Mode(problem, collector, options, log)
-    given = [*problem.params, *[t for t in mode.batch if isinstance(t, Tensor)]]
-    before = versions_of(given)
-    roots = [p.contiguous() for p in problem.params]
+    n, before, mode = problem.n, problem.versions(), Mode(problem, collector, options, log)
+    roots = list(map(_contiguous, problem.params))
     leaves = [p.expand(n, *p.shape).requires_grad_() for p in roots]
     mode.anchor = leaves[0]
-    with levels.vmap_level(n, problem.randomness) as level:
-        mode.level = level
-        params = [
-            mode.track(Source(i, problem.name, p, leaf)) for i, (p, leaf) in enumerate(zip(roots, leaves, strict=True))
-        ]
-        sample = [levels.wrap(t, level) if b else t for t, b in zip(problem.batch, problem.batched, strict=True)]
-        loaded = is_loaded()
-        try:
-            out = problem.call(params, sample, mode)  # fn runs here, once
-        finally:
-            if not loaded and is_loaded():
-                raise CompilerLoaded
-            if mode.signal is not None:  # whatever `fn` has made of it
-                signal, mode.signal = (
-                    mode.signal,
-                    None,
-                )  # in a circle with its traceback it would keep fn's frames alive
-                raise signal
+    mode.level = level = levels.enter(n, problem.randomness)
+    try:
+        out = _forward(problem, mode, mode.track_roots(problem.name, roots, leaves))
         losses = levels.unwrap(out.loss, n, level)
-        aux = [levels.unwrap(a, n, level) for a in out.aux]
+        aux = [levels.unwrap(a, n, level) for a in out.aux] if out.aux else []
+    except (Exception, Diverged, NeedsLoop) as error:  # most likely samples are to run in another way, from the start
+        if problem.versions() != before and not isinstance(error, PsgradError) and not is_out_of_memory(error):
+            raise _changed(problem, before, "and has to run more than once") from None
+        raise
+    finally:
+        levels.leave()
+    if problem.versions() != before:
+        raise _changed(problem, before, "in a way that psgrad did not see")
     mode.draws.check()
     if mode.view_copies:
         refuse_lost_writes(mode)
-    if versions_of(given) != before:
-        raise _changed(problem, before)
     if losses.requires_grad and _backward(losses, mode, problem.seed):
         problem.reached.append(True)
     values = losses.detach()
@@ -98,16 +100,35 @@ def _attempt(problem: Problem, collector: Collector, options: RunOptions, log: l
     return Outcome(values, aux, out.aux_spec, looped)
 
 
-def _changed(problem: Problem, before: list[int]) -> UnsupportedOpError:
+def _forward(problem: Problem, mode: Mode, params: list[Tensor]) -> Sampled:
+    """`fn`, once, for all samples."""
+    level, loaded = mode.level, is_loaded()
+    if all(problem.batched):
+        sample = levels.wrap_all(problem.batch, level)
+    else:
+        sample = [levels.wrap(t, level) if b else t for t, b in zip(problem.batch, problem.batched, strict=True)]
+    try:
+        return problem.call(params, sample, mode)
+    finally:
+        if not loaded and is_loaded():
+            raise CompilerLoaded
+        if mode.signal is not None:  # whatever `fn` has made of it
+            signal = mode.signal
+            mode.signal = None  # in a circle with its traceback it would keep fn's frames alive
+            try:
+                raise signal
+            finally:
+                del signal
+
+
+def _changed(problem: Problem, before: list[int], how: str) -> UnsupportedOpError:
     """The error for a write that passed by the mode: by torch.jit, or inside a Function."""
     now = versions_of(problem.params)
     names = [name for name, a, b in zip(problem.names, before, now, strict=False) if a != b]
     if names:
         remedy = "per-sample gradients need parameters that stay put: change a clone instead."
         return UnsupportedOpError(f"fn changes {names[0]} in place\n  {remedy}")
-    return UnsupportedOpError(
-        "fn changes its sample in place, in a way that psgrad did not see\n  change a clone of the sample instead."
-    )
+    return UnsupportedOpError(f"fn changes its sample in place, {how}\n  change a clone of the sample instead.")
 
 
 def _owned(results: list[Tensor], others: list[Any]) -> list[Tensor]:
@@ -125,7 +146,7 @@ def _backward(losses: Tensor, mode: Mode, seed: Tensor | None) -> bool:
 
     Returns whether a parameter has one.
     """
-    collector, leaves = mode.collector, [source.leaf for source in mode.sources]
+    collector, leaves = mode.collector, list(map(_leaf_of, mode.sources))
     if seed is not None:
         short = losses.dtype.itemsize < 4 or collector.weighs_factors  # the seed's range, or float16's
         if short or mode.calls_functions or mode.has_hooks:  # whose backward may not be linear

@@ -53,7 +53,7 @@ class DenseCollector(Collector):
     """Per-sample gradients (N, *shape) of every parameter, written as factors arrive."""
 
     def __init__(self, params: Sequence[Tensor], n: int, buffers: Sequence[Tensor] | None = None) -> None:
-        super().__init__(params, n)
+        self.params, self.n = list(params), n
         self.grads: dict[int, Tensor] = {}  # what has been written, by the source's index
         self.later: dict[
             int, list[Placement]
@@ -76,6 +76,11 @@ class DenseCollector(Collector):
         else:
             written.add_(whole.dense(huge_pages.empty(shape, like)))
 
+    @in_full_precision
+    def _write_all(self) -> None:
+        for i in list(self.later):
+            self._write(i, self.params[i])
+
     def pull(self, derived: Sequence[Source], roots: Sequence[Source]) -> None:
         for source in derived:
             self._write(source.index, source.value)
@@ -95,8 +100,8 @@ class DenseCollector(Collector):
         if source.uses > 1 and factor.sums_positions and not costs.keeps_dense(*factor.bytes()):
             self.later.setdefault(index, []).append(_placement(param, factor))
             return
-        written, buffer = self.grads.get(index), self._buffer(index)
-        if written is None and param.whole:
+        written, buffer = self.grads.get(index), None if self.buffers is None else self._buffer(index)
+        if written is None and (param.value is source.value or param.whole):
             grads = factor.dense(buffer)
             shape = (self.n, *source.value.shape)
             if buffer is None and not (grads.shape == shape and grads.dtype == dtype and grads.is_contiguous()):
@@ -134,14 +139,15 @@ class DenseCollector(Collector):
         for i, g in enumerate(grads):
             self.grads[i] = g
 
-    @in_full_precision
     def result(self) -> list[Tensor]:
         """The gradients of every parameter; zeros where nothing used it."""
-        for i, p in enumerate(self.params):
-            self._write(i, p)
-            if i not in self.grads:
-                buffer = self._buffer(i)
-                self.grads[i] = p.new_zeros(self.n, *p.shape) if buffer is None else buffer.zero_()
+        if self.later:
+            self._write_all()
+        if len(self.grads) < len(self.params):
+            for i, p in enumerate(self.params):
+                if i not in self.grads:
+                    buffer = self._buffer(i)
+                    self.grads[i] = p.new_zeros(self.n, *p.shape) if buffer is None else buffer.zero_()
         return [self.grads[i] for i in range(len(self.params))]
 
 

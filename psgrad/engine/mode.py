@@ -16,7 +16,8 @@ changes a function of parameters in place, it runs once more with an option that
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count, repeat
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -77,18 +78,24 @@ class TorchCall(NamedTuple):
 class Mode(TorchFunctionMode):
     """One run of `fn` over N samples. Lives for one call in one thread."""
 
+    level = -1  # vmap's, of this run
+    anchor: Tensor | None = None  # any leaf: what makes a rule's output require a gradient
+    pretended = False  # `fn` thinks of a tensor that it requires grad
+    calls_functions = False  # Python runs in the backward, which need not be linear in its cotangent
+    has_hooks = False  # `fn` hangs hooks into the graph
+    recomputing = False  # a checkpoint runs `fn`'s parts again
+    settled: Exception | None = None  # an error that is `fn`'s own, whatever way the op runs
+    signal: Signal | None = None  # raised to end the run; `fn` may have caught it
+
     def __init__(
         self, problem: Problem, collector: Collector, options: RunOptions, log: "list[UseRecord] | None" = None
     ) -> None:
-        super().__init__()
         self.n, self.randomness, self.collector, self.log = problem.n, problem.randomness, collector, log
-        self.options, self.level = options, -1
+        self.options, self.problem = options, problem
         # What `fn` holds for parameters.
         self.sources: list[Source] = []
         self.roots = len(problem.params)  # the first so many sources are parameters as given
         self.tracked: dict[int, Param] = {}  # by the id of the wrapped tensor, which the Param keeps alive
-        self.anchor: Tensor | None = None  # any leaf: what makes a rule's output require a gradient
-        self.own_parameters = OwnParameters(problem)
         # What `fn` may not write to, and what it has met.
         self.batch = [] if problem.own_batch else problem.batch  # the caller's
         self.copies: dict[int, tuple[Param, Tensor]] = {}  # detached parameters, by their storage
@@ -96,19 +103,20 @@ class Mode(TorchFunctionMode):
         self.outdated: dict[int, Tensor] = {}  # what would have other numbers by now, by its storage
         self.frozen: dict[int, Tensor] = {}  # leaves of other graphs
         self.own: list[Tensor] = []  # leaves that `fn` has made, perhaps for torch.autograd.grad: their graphs stay
-        self.pretended = False  # `fn` thinks of a tensor that it requires grad
         # How the backward has to go.
         self.deferred = DeferredCalls(options.save_memory)
-        self.calls_functions = False  # Python runs in the backward, which need not be linear in its cotangent
-        self.has_hooks = False  # `fn` hangs hooks into the graph
         self.lasting = problem.lasting  # functions of parameters alone are pulled back after the call
-        self.recomputing = False  # a checkpoint runs `fn`'s parts again
         # How the run goes.
         self.draws = Draws(problem.params, problem.randomness)
         self.packing = saved_tensor_hooks()  # the caller's hooks on what autograd saves
         self.looped: dict[str, str] = {}  # ops that ran in a loop over samples, with where and why
-        self.settled: Exception | None = None  # an error that is `fn`'s own, whatever way the op runs
-        self.signal: Signal | None = None  # raised to end the run; `fn` may have caught it
+
+    def track_roots(self, named: Callable[[int], str], roots: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
+        """What `fn` gets to hold for the parameters as given."""
+        held = levels.wrap_all(leaves, self.level)
+        self.sources = list(map(Source, count(), repeat(named), roots, leaves))
+        self.tracked = dict(zip(map(id, held), map(Param, roots, self.sources, held), strict=True))
+        return held
 
     def track(self, source: Source) -> Tensor:
         """What `fn` gets to hold for `source`, to be recognised whenever it is used."""
@@ -166,7 +174,7 @@ class Mode(TorchFunctionMode):
 
     def look(self, values: Iterable[Any]) -> Operands:
         """What there is among the arguments of a call. One loop: it runs for every call that `fn` makes."""
-        param_of, level = self.tracked.get, self.level
+        param_of, level, level_of, is_batched = self.tracked.get, self.level, levels.level_of, levels.is_batched_tensor
         resolved: list[Any] = []
         params: list[Param] = []
         samples = graph = False
@@ -179,7 +187,7 @@ class Mode(TorchFunctionMode):
                 elif value.requires_grad:  # of a batched tensor vmap says no
                     graph = True
                 elif not samples:
-                    samples = levels.is_batched(value, level)
+                    samples = level_of(value) == level and is_batched(value)
             elif value is not None and type(value) in _SEQUENCES:
                 inner = self.look(value)
                 value = type(value)(inner.resolved)
@@ -195,6 +203,11 @@ class Mode(TorchFunctionMode):
     # ---- what handlers ask -----------------------------------------------------------------------------------
 
     @property
+    def own_parameters(self) -> OwnParameters:
+        """The tensors that the given parameters stand for."""
+        return OwnParameters(self.problem)
+
+    @property
     def is_innermost(self) -> bool:
         """Whether `fn` is not inside a transform of its own just now."""
         return levels.current_level() == self.level
@@ -207,8 +220,9 @@ class Mode(TorchFunctionMode):
 
     def lower(self, t: Any) -> Any:
         """The (N, ...) tensor behind an operand."""
-        t = t.wrapped if type(t) is Param else t
-        return None if t is None else levels.lower(t, self.n, self.level)
+        if t is None:
+            return None
+        return levels.lower(t.wrapped if type(t) is Param else t, self.n, self.level)
 
     # ---- what is noted for `explain`, and for those who sum as factors come --------------------------------------
 
@@ -251,10 +265,13 @@ class Mode(TorchFunctionMode):
         self.sources, self.tracked, self.copies = list(self.sources), dict(self.tracked), dict(self.copies)
         self.log, self.recomputing = None, True
         try:
-            with levels.vmap_level(self.n, self.randomness) as level:
+            level = levels.enter(self.n, self.randomness)
+            try:
                 if level != self.level:  # tensors of the first run belong to that level
                     raise RuntimeError("a checkpoint is recomputed inside another transform")
                 with self:
                     yield
+            finally:
+                levels.leave()
         finally:
             self.sources, self.tracked, self.copies, self.log, self.recomputing = before

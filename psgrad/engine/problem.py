@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, ArgumentTypeError
+from ..torch_.storage import versions_of
 
 Index = slice | Tensor
 
@@ -51,6 +52,13 @@ class Problem(NamedTuple):
     def names(self) -> list[str]:
         """The paths of all parameters; worked out when asked for, which is seldom."""
         return paths(self.params_spec, "params")
+
+    def versions(self) -> list[int]:
+        """How often each parameter has been written to, and each tensor of the batch, if that is the caller's."""
+        if self.own_batch:
+            return versions_of(self.params)
+        batch = self.batch if all(self.batched) else [t for t in self.batch if isinstance(t, Tensor)]
+        return versions_of((*self.params, *batch))
 
     @property
     def requires_grad(self) -> bool:

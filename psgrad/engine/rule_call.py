@@ -110,9 +110,9 @@ class DeferredCalls:
         self.edges: list[GradientEdge] = []  # where the outputs were made: `fn` may change them in place later
         self.calls: list[tuple[BoundRule, Tensor, int, Any, torch.Size | None]] = []
 
-    def takes(self, rule: Rule, x: Tensor) -> bool:
-        small = rule.native and x.nbytes <= costs.SMALL and self.held <= costs.SMALL_TOTAL
-        return small and not self.save_memory and saved_tensor_hooks() is None
+    def takes_more(self) -> bool:
+        """Whether another small call may be added."""
+        return self.held <= costs.SMALL_TOTAL and not self.save_memory and saved_tensor_hooks() is None
 
     def run(self, bound: BoundRule, x: Tensor) -> Tensor:
         """The output of a call."""
@@ -174,12 +174,8 @@ class _Apply(torch.autograd.Function):
 _apply = autograd.direct_apply(_Apply)
 
 
-def apply(bound: BoundRule, deferred: DeferredCalls, anchor: Tensor | None, x: Tensor) -> Tensor:
-    """The rule's output (N, ...) for the input (N, ...)."""
-    if not autograd.is_autocasting() or not torch.is_autocast_enabled(x.device.type):
-        if deferred.takes(bound.rule, x):
-            return deferred.run(bound, x)
-        return _apply(bound, None, x, anchor if True in bound.tracked else None)  # type: ignore[no-any-return]
+def _autocast(bound: BoundRule, anchor: Tensor | None, x: Tensor) -> Tensor:
+    """The rule's output (N, ...) for the input (N, ...), in the dtype that autocast gives the op."""
     device, dtype, kind = x.device.type, None, bound.rule.autocast
     if kind.endswith(" off the CPU"):
         kind = "keep" if device == "cpu" else kind.removesuffix(" off the CPU")
@@ -250,14 +246,19 @@ def _run_call(mode: "Mode", rule: Rule, call: Call, func: Any, args: Any, kwargs
         bound.use = mode.record(func, [p for p in params if p not in others], rule.name)
         mode.record(func, others, None, "an input of the op, not its weight")
     lowered = [mode.lower(t) for t in call.others] if call.others else ()
-    return levels.wrap(levels.below(_run_bound, mode, call, bound, mode.lower(call.x), *lowered), mode.level)
+    return levels.wrap(levels.below(_apply_bound, mode, call, bound, mode.lower(call.x), *lowered), mode.level)
 
 
-def _run_bound(mode: "Mode", call: Call, bound: BoundRule, x: Tensor, *others: Tensor | None) -> Tensor:
+def _apply_bound(mode: "Mode", call: Call, bound: BoundRule, x: Tensor, *others: Tensor | None) -> Tensor:
     """A rule's call on the plain (N, ...) input."""
     if call.before is not None:
         x = call.before(x, *others)
-    y = apply(bound, mode.deferred, mode.anchor, x)
+    if autograd.is_autocasting() and torch.is_autocast_enabled(x.device.type):
+        y = _autocast(bound, mode.anchor, x)
+    elif bound.rule.native and x.nbytes <= costs.SMALL and mode.deferred.takes_more():
+        y = mode.deferred.run(bound, x)
+    else:
+        y = _apply(bound, None, x, mode.anchor if True in bound.tracked else None)
     return y if call.after is None else call.after(y, *others)
 
 

@@ -75,6 +75,8 @@ def check_positive(name: str, value: object) -> None:
 
 
 _is_inference: Callable[[Tensor], bool] = methodcaller("is_inference")
+_is_real: Callable[[Tensor], bool] = methodcaller("is_floating_point")
+_TENSORS = {Tensor}
 _requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
 
 
@@ -95,9 +97,9 @@ def _own(t: Tensor) -> Tensor:
 
 def flat_params(params: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
     leaves, spec = optree.tree_flatten(params)
+    if set(map(type, leaves)) == _TENSORS and all(map(_is_real, leaves)):  # as it nearly always is
+        return leaves, spec
     for i, leaf in enumerate(leaves):
-        if type(leaf) is Tensor and leaf.is_floating_point():
-            continue
         if not isinstance(leaf, Tensor):
             remedy = "params holds just what is differentiated: let fn close over the rest."
             if isinstance(leaf, (torch.nn.Module, Iterator)):  # such as model.parameters()

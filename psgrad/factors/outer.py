@@ -47,7 +47,9 @@ class Outer(Factor):
         return x.nbytes + g.nbytes, g.nbytes * x.shape[1]  # one position: often a small call
 
     def dense(self, out: Tensor | None = None) -> Tensor:
-        x, g = (own := self._plain).x, own.g
+        x, g = self.x, self.g
+        if x.dim() == 3 and x.shape[1] == 1:
+            x, g = x.squeeze(1), g.squeeze(1)
         if x.dim() == 2:  # 0.2 to 0.7 of bmm's time
             g, x = g.unsqueeze(2), x.unsqueeze(1)
             product: Callable[..., Tensor] = torch.mul

@@ -57,14 +57,14 @@ Backward = Callable[..., tuple[Tensor | None, Sequence[Factor | None]]]
 class Rule:
     """How one family of ops gives per-sample gradients.
 
-    bind(*args, **kwargs) takes the arguments as the op got them, parameters as `Param`, and says which
-        is the input, which are the parameters and what the options are: a `Call`, or `Decline(reason)`.
-    forward(options, x, *params) runs the op for the whole batch: x is (N, ...), a parameter is stored
-        once. It returns the output and the tensors that the backward wants besides x.
-    backward(options, g, x, params, saved, needs) returns the gradient of x and one Factor per parameter,
-        None where `needs` says that nobody asks.
-    plain(options, x, *params) is the output alone, by ops that torch differentiates any number of times;
-        only for rules whose forward is not.
+    - `bind(*args, **kwargs)` takes the arguments as the op got them, parameters as `Param`, and says which is the
+      input, which are the parameters and what the options are: a `Call`, or `Decline(reason)`.
+    - `forward(options, x, *params)` runs the op for the whole batch: x is (N, ...), a parameter is stored once. It
+      returns the output and the tensors that the backward wants besides x.
+    - `backward(options, g, x, params, saved, needs)` returns the gradient of x and one Factor per parameter, None
+      where `needs` says that nobody asks.
+    - `plain(options, x, *params)` is the output alone, by ops that torch differentiates any number of times; only for
+      rules whose forward is not.
     """
 
     name: str
@@ -78,14 +78,14 @@ class Rule:
     saves: int = 0  # how many tensors forward returns for the backward
     only_params: bool = False  # plain vmap is as good where no operand is a parameter
     autocast: str = "keep"  # the dtype under autocast: "lower", "float32", their " off the CPU", or the operands'
-    factors: tuple[str, ...] = ()  # the factor types it yields, for the table in the README
+    factors: tuple[str, ...] = ()  # the factor types it yields, for the table in docs/supported.md
 
 
 class BatchFold(NamedTuple):
     """An op without parameters that is faster with the sample axis folded into its own batch axis.
 
-    bind(randomness, *args, **kwargs) sorts the arguments into tensors and options, or declines;
-    run(options, *tensors) gets the (N, ...) operands.
+    - `bind(randomness, *args, **kwargs)` sorts the arguments into tensors and options, or declines.
+    - `run(options, *tensors)` gets the (N, ...) operands.
     """
 
     name: str

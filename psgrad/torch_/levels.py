@@ -6,8 +6,9 @@ takes ten times as long.
 """
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
+from itertools import repeat
 from typing import TypeVar
 
 from torch import Tensor
@@ -17,32 +18,36 @@ from torch._functorch import predispatch as _predispatch
 _T = TypeVar("_T")
 
 
-class vmap_level:  # noqa: N801, used like a function
-    """The body of `torch.vmap` over n samples: inside, what `wrap` made has a hidden sample axis."""
-
-    def __init__(self, n: int, randomness: str) -> None:
-        self.n, self.randomness = n, randomness
-
-    def __enter__(self) -> int:
-        _load_decompositions()
-        level: int = _ft._vmap_increment_nesting(self.n, self.randomness)
-        return level
-
-    def __exit__(self, *_: object) -> None:
-        _ft._vmap_decrement_nesting()
-
-
 @cache
 def _load_decompositions() -> None:
     _predispatch.lazy_load_decompositions()
 
 
+def enter(n: int, randomness: str) -> int:
+    """Begin the body of `torch.vmap` over n samples: until `leave`, what `wrap` makes has a hidden sample axis."""
+    _load_decompositions()
+    level: int = _ft._vmap_increment_nesting(n, randomness)
+    return level
+
+
+leave: Callable[[], int] = _ft._vmap_decrement_nesting  # the level that was entered last
+
+
 current_level: Callable[[], int | None] = _ft.maybe_current_level  # of the innermost transform in this thread
+
+
+level_of: Callable[[Tensor], int | None] = _ft.maybe_get_level  # of the transform that a tensor belongs to
+is_batched_tensor: Callable[[Tensor], bool] = _ft.is_batchedtensor
 
 
 def is_batched(t: Tensor, level: int | None) -> bool:
     """Whether `t` carries the sample axis of the vmap at `level`."""
-    return _ft.maybe_get_level(t) == level and _ft.is_batchedtensor(t)
+    return level_of(t) == level and is_batched_tensor(t)
+
+
+def is_transformed(t: Tensor) -> bool:
+    """Whether `t` belongs to any transform of torch.func: it has no memory of its own to describe."""
+    return bool(_ft.is_functorch_wrapped_tensor(t))
 
 
 def is_differentiated(t: Tensor) -> bool:
@@ -61,13 +66,21 @@ def lower(t: Tensor, n: int, level: int) -> Tensor:
 
 def unwrap(t: Tensor, n: int, level: int) -> Tensor:
     """The same of a result of the function: memory of its own for every sample."""
-    found = lower(t, n, level)
-    return found if is_batched(t, level) else found.clone()
+    inner: Tensor
+    inner, dim = _ft._unwrap_batched(t, level)
+    if dim is None:
+        return inner.expand(n, *inner.shape).clone()
+    return inner.movedim(dim, 0) if dim else inner
 
 
 def wrap(t: Tensor, level: int) -> Tensor:
     """`t` of shape (N, ...) as the vmap at `level` hands it to the function."""
     return _ft._add_batch_dim(t, 0, level)
+
+
+def wrap_all(tensors: Iterable[Tensor], level: int) -> list[Tensor]:
+    """`wrap` of each."""
+    return list(map(_ft._add_batch_dim, tensors, repeat(0), repeat(level)))
 
 
 def below(run: Callable[..., _T], *args: object) -> _T:

@@ -2,7 +2,8 @@
 
 import functools
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,9 +21,7 @@ def buffers_of(module: torch.nn.Module) -> Home:
     return module._buffers
 
 
-def has_gradient_hooks(p: torch.Tensor) -> bool:
-    """Whether somebody has registered hooks on the gradient of `p`."""
-    return bool(p._backward_hooks)
+gradient_hooks_of: Callable[[torch.Tensor], Any] = attrgetter("_backward_hooks")  # registered on a tensor's gradient
 
 
 def reachable_modules(roots: Sequence[Any]) -> Iterator[torch.nn.Module]:
