@@ -1,6 +1,5 @@
 """explain: what a call will do with every parameter, before it does it."""
 
-import html
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -8,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from . import display
 from .annotations import Randomness
 from .engine.batched import run_together
 from .engine.collectors import Collector
@@ -16,44 +16,71 @@ from .engine.problem import Problem
 from .engine.rule_call import UseRecord
 from .engine.signals import Diverged, NeedsLoop, Signal
 from .engine.validate import validated
-from .errors import PsgradError, place_of, reason_of
+from .errors import ArgumentError, PsgradError, place_of, reason_of
 from .factors.base import Factor
 from .factors.costs import Plan
 from .quantities.grads import Grads
 from .registry.params import Param, Source
 from .streaming import budget
+from .torch_ import levels
 from .torch_.compiler import uncompiled
 from .torch_.tracing import NO_VALUES
 
 
 class Row(NamedTuple):
-    """One use of one parameter."""
+    """One use of one parameter.
 
-    param: str  # its path
-    shape: tuple[int, ...]  # of what the op uses: the parameter, or a view of it
+    Attributes:
+        param: its path.
+        shape: of what the op uses: the parameter, or a view of it.
+        op: the function, as people write it.
+        place: where it is called: file, line and function.
+        how: "rule linear", or "vmap: " and why there is no rule.
+        factor: what the backward yields.
+        strategy: how that is written out.
+        flops: multiply-adds of doing so, for the whole batch.
+        bytes: of this use's gradients, for the whole batch.
+    """
+
+    param: str
+    shape: tuple[int, ...]
     op: str
-    place: str  # file:line in function
-    how: str  # "rule linear", or "vmap: why no rule"
-    factor: str  # what the backward yields
-    strategy: str  # how that is materialised
-    flops: int  # multiply-adds of doing so, for the whole batch
-    bytes: int  # of this use's gradients, for the whole batch
+    place: str
+    how: str
+    factor: str
+    strategy: str
+    flops: int
+    bytes: int
 
 
 @dataclass(frozen=True)
 class Report:
-    """What `per_sample_grads` will do. Prints as a table; renders as HTML in notebooks."""
+    """What `per_sample_grads` will do. Prints as a table; renders as HTML in notebooks.
+
+    Attributes:
+        rows: a `Row` for each use of each parameter, in the order of the calls: `param`, `shape`, `op`, `place`, `how`,
+            `factor`, `strategy`, `flops`, `bytes`.
+        unused: parameters that no op uses: their gradients are zeros.
+        samples: how many the batch has.
+        parameters: how many numbers are in params.
+        result_bytes: of the N x P result.
+        peak_bytes: at most beyond inputs and result, all samples at once.
+        chunk_size: what `max_bytes` gives; None without it.
+        note: how this was found out, where not from shapes alone.
+        looped: ops that run in a loop over samples, each with its place and the reason.
+    """
 
     rows: tuple[Row, ...]
-    unused: tuple[str, ...]  # parameters that no op uses: their gradients are zeros
+    unused: tuple[str, ...]
     samples: int
-    parameters: int  # numbers in params
-    result_bytes: int  # of the N x P result
-    peak_bytes: int  # beyond inputs and result, all samples at once
-    chunk_size: int | None  # what max_bytes gives
-    note: str  # how this was found out, where not from shapes alone
-    looped: tuple[str, ...] = ()  # ops that run in a loop over samples, each with its place and the reason
+    parameters: int
+    result_bytes: int
+    peak_bytes: int
+    chunk_size: int | None
+    note: str
+    looped: tuple[str, ...] = ()
 
+    _SHOWN = 60  # rows in a notebook
     _HEAD = ("parameter", "shape", "op", "at", "how", "factor", "strategy", "mult-adds", "bytes")
 
     def _cells(self) -> list[tuple[str, ...]]:
@@ -66,23 +93,27 @@ class Report:
                 row.how,
                 row.factor,
                 row.strategy,
-                _short(row.flops) if row.flops else "",
-                _short(row.bytes, "B"),
+                display.short(row.flops) if row.flops else "",
+                display.short(row.bytes, "B"),
             )
             for row in self.rows
         ]
 
     def _totals(self) -> list[str]:
-        ruled = sum(row.how.startswith("rule") for row in self.rows)
         lines = [
-            f"{self.samples} samples x {_short(self.parameters)} parameters: result {_short(self.result_bytes, 'B')}, "
-            f"at most {_short(self.peak_bytes, 'B')} beside it",
-            f"{ruled} of {len(self.rows)} uses by a rule",
+            f"{self.samples} samples x {display.short(self.parameters)} parameters: "
+            f"result {display.short(self.result_bytes, 'B')}, at most {display.short(self.peak_bytes, 'B')} beside it",
+            f"{self._ruled()} of {len(self.rows)} uses by a rule",
         ]
         if self.chunk_size is not None:
             lines.append(f"chunk_size {self.chunk_size}")
-        if self.unused:
-            lines.append("not used, so zeros: " + ", ".join(self.unused))
+        return lines + self._remarks()
+
+    def _ruled(self) -> int:
+        return sum(row.how.startswith("rule") for row in self.rows)
+
+    def _remarks(self) -> list[str]:
+        lines = ["not used, so zeros: " + ", ".join(self.unused)] if self.unused else []
         lines += [f"in a loop over samples: {op}" for op in self.looped]
         return [*lines, self.note] if self.note else lines
 
@@ -94,23 +125,31 @@ class Report:
 
     __repr__ = __str__
 
+    @display.safely
     def _repr_html_(self) -> str:
-        def row(cells: tuple[str, ...], tag: str) -> str:
-            style = "text-align:left;padding:2px 8px"
-            return "<tr>" + "".join(f'<{tag} style="{style}">{html.escape(c)}</{tag}>' for c in cells) + "</tr>"
-
-        body = "".join(row(cells, "td") for cells in self._cells())
-        totals = "<br>".join(map(html.escape, self._totals()))
-        return f"<table><thead>{row(self._HEAD, 'th')}</thead><tbody>{body}</tbody></table><p>{totals}</p>"
-
-
-def _short(number: int, unit: str = "") -> str:
-    size = float(number)
-    for prefix in ("", "k", "M", "G", "T"):
-        if size < 1000 or prefix == "T":
-            return f"{size:.3g} {prefix}{unit}".rstrip()
-        size /= 1000
-    raise AssertionError("unreachable; please report this")
+        """The table, with each use's share of the memory; what goes by vmap stands out."""
+        pairs = [
+            ("samples", f"{self.samples:,}"),
+            ("parameters", display.short(self.parameters)),
+            ("result", display.short(self.result_bytes, "B")),
+            ("at most beside it", display.short(self.peak_bytes, "B")),
+            ("uses by a rule", f"{self._ruled()} of {len(self.rows)}"),
+        ]
+        if self.chunk_size is not None:
+            pairs.append(("chunk_size", f"{self.chunk_size:,}"))
+        total = sum(row.bytes for row in self.rows)
+        rows: list[tuple[str, ...]] = []
+        for row, cells in zip(self.rows[: self._SHOWN], self._cells(), strict=False):
+            how = cells[4] if row.how.startswith("rule") else display.marked(cells[4])
+            rows.append((*cells[:4], how, *cells[5:], display.meter(row.bytes / total if total else 0.0)))
+        left = len(self.rows) - len(rows)
+        more = f"{left} more uses of parameters" if left else ""
+        return display.page(
+            "What per_sample_grads will do",
+            display.facts(pairs),
+            display.table((*self._HEAD, "share"), rows, left=7, more=more) if rows else "",
+            display.notes(self._remarks()),
+        )
 
 
 class _Listing(Collector):
@@ -181,6 +220,10 @@ def explain(
     problem = validated(
         fn, params, batch, in_dims=in_dims, randomness=randomness, has_aux=has_aux, save_memory=max_bytes is not None
     )
+    if any(levels.is_transformed(t) for t in (*problem.params, *problem.batch) if isinstance(t, Tensor)):
+        raise ArgumentError(
+            "explain is called inside a torch.func transform\n  call it outside, on the function that is transformed."
+        )
     bound = budget.bytes_of(max_bytes, problem.params)
     note, scale, size = "", 1, sum(p.numel() for p in problem.params)
     if problem.n == 0:

@@ -333,7 +333,7 @@ def test_samples_that_do_not_count(chunk_size: int | None) -> None:
         psgrad.clipped_grad(linear_loss, w, padded, 1.0, **options),
         psgrad.clipped_grad(linear_loss, w, there, 1.0),
     )
-    assert_close(tuple(step), (want.grad, back(want.norms), back(want.values)))
+    assert_close(tuple(step), (want.grad, back(want.norms), back(want.values), 3, 1.0))
     weights = torch.arange(5.0)
     assert_close(
         psgrad.weighted_grad(linear_loss, w, padded, weights, **options),
@@ -346,7 +346,7 @@ def test_samples_that_do_not_count(chunk_size: int | None) -> None:
     assert_close(stats.variance, stats_want.variance)
     assert_close(stats.sq_norms, back(stats_want.sq_norms))
     none = psgrad.clipped_grad(linear_loss, w, padded, 1.0, valid=torch.zeros(5, dtype=torch.bool))
-    assert_close(tuple(none), (torch.zeros(3, 4), torch.zeros(5), torch.zeros(5)))
+    assert_close(tuple(none), (torch.zeros(3, 4), torch.zeros(5), torch.zeros(5), 0, 1.0))
 
 
 # ---- what fn returns besides -----------------------------------------------------------------------------
@@ -815,7 +815,7 @@ def test_nothing_of_no_samples() -> None:
     assert psgrad.per_sample_norms(linear_loss, w, x).shape == (0,)
     assert psgrad.gram(linear_loss, w, x, torch.ones(2, 4)).shape == (0, 2)
     step = psgrad.clipped_grad(linear_loss, w, x, 1.0)
-    assert_close(tuple(step), (torch.zeros(3, 4), torch.zeros(0), torch.zeros(0)))
+    assert_close(tuple(step), (torch.zeros(3, 4), torch.zeros(0), torch.zeros(0), 0, 1.0))
 
 
 @pytest.mark.parametrize("chunk_size", [None, 2])

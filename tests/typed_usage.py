@@ -1,4 +1,4 @@
-"""A user's code, as a type checker sees it: test_types.py checks it with mypy, and runs it."""
+"""A user's code, as type checkers see it: test_types.py checks it with mypy and pyright, and runs it."""
 
 from typing import Any, NamedTuple, assert_type
 
@@ -22,12 +22,57 @@ def loss_and_aux(net: Net, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def of_a_module() -> None:
-    fn, params = psgrad.from_module(nn.Linear(4, 3), nn.functional.cross_entropy)
+    model = nn.Linear(4, 3)
+    fn, params = psgrad.from_module(model, nn.CrossEntropyLoss())
+    assert_type(params, dict[str, Tensor])
     batch = torch.randn(5, 4), torch.zeros(5, dtype=torch.long)
+    assert_type(fn(params, (batch[0][0], batch[1][0])), Tensor)
     assert_type(psgrad.per_sample_grads(fn, params, batch), dict[str, Tensor])
     assert_type(psgrad.per_sample_norms(fn, params, batch), Tensor)
     assert_type(psgrad.clipped_grad(fn, params, batch, {"weight": 1.0, "bias": 0.1}).grad, dict[str, Tensor])
     assert_type(psgrad.factored_grads(fn, params, batch).sum(), dict[str, Tensor])
+
+
+def a_private_training() -> None:
+    """A few steps of it, as one would write them."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    fn, params = psgrad.from_module(model, nn.functional.cross_entropy)
+    x, y = torch.randn(20, 4), torch.randint(3, (20,))
+    expected = 0.4 * len(y)
+    for _ in range(2):
+        valid = torch.rand(len(y)) < 0.4
+        step = psgrad.clipped_grad(fn, params, (x, y), 1.0, valid=valid, nonfinite="zero")
+        assert_type(step.norms, Tensor)
+        assert_type(step.count, int)
+        assert_type(step.sensitivity, float)
+        share = float((step.norms > 1.0).sum()) / max(step.count, 1)
+        print(f"{step.count} samples, {share:.0%} clipped, median {step.norms[valid].median():.2f}")
+        for name, p in params.items():
+            noise = 1.1 * step.sensitivity * torch.randn_like(p)
+            p -= 0.1 * (step.grad[name] + noise) / expected
+    bounds = {"0": 1.0, "2": 0.5}
+    layered = psgrad.clipped_grad(fn, params, (x, y), bounds)
+    assert_type(layered, psgrad.ClippedGrad[dict[str, Tensor], Any])
+    print({name: float(layered.norms[name].max()) for name in bounds}, layered.sensitivity)
+
+
+def what_can_be_looked_at() -> None:
+    model = nn.Linear(4, 3)
+    fn, params = psgrad.from_module(model, nn.functional.cross_entropy)
+    batch = torch.randn(5, 4), torch.zeros(5, dtype=torch.long)
+    report = psgrad.explain(fn, params, batch)
+    assert_type(report, psgrad.Report)
+    assert_type(report.result_bytes, int)
+    print([row.how for row in report.rows if row.param != "params['bias']"])
+    found = psgrad.verify(fn, params, batch)
+    assert_type(found, psgrad.Verification)
+    print(max(c.relative for c in found.comparisons), found.how)
+    try:
+        psgrad.per_sample_grads(fn, params, batch, chunk_size=0)
+    except psgrad.ArgumentError as error:
+        print(error)
+    with psgrad.use_rules():
+        print(fn(params, (batch[0][0], batch[1][0])))
 
 
 def of_a_tree(flag: bool = False) -> None:
@@ -37,12 +82,20 @@ def of_a_tree(flag: bool = False) -> None:
     assert_type(psgrad.per_sample_norms(loss, net, x, per_param=True), Net)
     assert_type(psgrad.per_sample_norms(loss, net, x, per_param=flag), Any)
     assert_type(psgrad.per_sample_norms(loss_and_aux, net, x, has_aux=True), tuple[Tensor, Any])
+    assert_type(psgrad.per_sample_norms(loss_and_aux, net, x, has_aux=True, per_param=True), tuple[Net, Any])
+    assert_type(psgrad.per_sample_grads(loss, net, x, return_value=True), tuple[Net, Tensor])
+    assert_type(psgrad.per_sample_grads(loss_and_aux, net, x, has_aux=True), tuple[Net, Any])
+    both = psgrad.per_sample_grads(loss_and_aux, net, x, has_aux=True, return_value=True)
+    assert_type(both, tuple[Net, tuple[Tensor, Any]])
+    assert_type(psgrad.per_sample_grads(loss, net, x, return_value=flag), Any)
     assert_type(psgrad.weighted_grad(loss, net, x, torch.ones(5)), Net)
     assert_type(psgrad.weighted_grad(loss_and_aux, net, x, lambda norms: 1 / norms, has_aux=True), tuple[Net, Any])
     step = psgrad.clipped_grad(loss, net, x, 1.0, nonfinite="zero")
     assert_type(step, psgrad.ClippedGrad[Net])
     assert_type(step.grad, Net)
     assert_type(step.values, Tensor)
+    assert_type(step.norms, Tensor)
+    assert_type(psgrad.clipped_grad(loss, net, x, Net(torch.tensor(1.0), torch.tensor(1.0))).norms, Any)
     clipped, _ = psgrad.clipped_grad(loss_and_aux, net, x, 1.0, has_aux=True)
     assert_type(clipped, psgrad.ClippedGrad[Net])
     assert_type(psgrad.gram(loss, net, x), Tensor)
@@ -62,6 +115,12 @@ def of_factored_grads(flag: bool = False) -> None:
     assert_type(fg.sq_norms(per_param=flag), Any)
     for tree in (fg.sum(), fg.mean(), fg.variance(), fg.dense(), fg.weighted_sum(fg.values), fg.clipped_sum(1.0)):
         assert_type(tree, Net)
+    assert_type(fg.clipped_grad(1.0), psgrad.ClippedGrad[Net])
+    assert_type(fg.clipped_grad(torch.tensor(1.0)).norms, Tensor)
+    assert_type(fg.clipped_grad({"w": 1.0, "b": 1.0} if flag else Net(net.b[0].abs(), net.b[0].abs())).grad, Net)
+    assert_type(fg.dots(), Tensor)
+    assert_type(fg.values, Tensor)
+    assert_type(len(fg), int)
     assert_type(fg[1:], psgrad.FactoredGrads[Net])
     assert_type(list(fg), list[psgrad.FactoredGrads[Net]])
     assert_type(psgrad.concat([fg, fg[:2]]), psgrad.FactoredGrads[Net])

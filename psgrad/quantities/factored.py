@@ -10,6 +10,7 @@ import optree
 import torch
 from torch import Tensor
 
+from .. import display
 from ..annotations import Nonfinite, P, Randomness
 from ..engine.batched import Outcome
 from ..engine.problem import Problem, paths
@@ -22,7 +23,7 @@ from ..streaming.stream import Quantity, Run, blocks_of, metas, refuse_inside_tr
 from ..torch_.autograd import in_full_precision
 from ..torch_.compiler import uncompiled
 from ..torch_.storage import identity_of, storage_of
-from .clipping import bounds_of, check_nonfinite, clip_weights, finite_of, norms_under, refuse_nonfinite
+from .clipping import ClippedGrad, bounds_of, check_nonfinite, clip_weights, finite_of, norms_under, refuse_nonfinite
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -56,13 +57,56 @@ class FactoredGrads(Generic[P]):
         return self._n
 
     def __repr__(self) -> str:
-        held = sum({storage_of(t): t.untyped_storage().nbytes() for t in self._tensors()}.values())
-        size = sum(prod(m.shape) for m in self._metas)
-        dense = self._n * sum(prod(m.shape) * m.dtype.itemsize for m in self._metas)
+        size, held, dense = sum(prod(m.shape) for m in self._metas), sum(self._held()), sum(self._written_out())
         return f"FactoredGrads({self._n} samples x {size:,} parameters, holding {held:,} bytes; dense {dense:,})"
 
-    def _tensors(self) -> list[Tensor]:
-        return [t for block in self._blocks for own in block.sums if own is not None for t in own.tensors()]
+    @display.safely
+    def _repr_html_(self) -> str:
+        """What is held of each parameter, beside what writing it out would take."""
+        held, dense = self._held(), self._written_out()
+        pairs = [
+            ("samples", f"{self._n:,}"),
+            ("parameters", display.short(sum(prod(m.shape) for m in self._metas))),
+            ("held", display.short(sum(held), "B")),
+            ("written out", display.short(sum(dense), "B")),
+        ]
+        if sum(held):
+            pairs.append(("written out / held", f"{sum(dense) / sum(held):.3g}"))
+        names = display.names_of(self._spec)
+        kinds = [
+            {type(f).__name__ for block in self._blocks if (own := block.sums[i]) is not None for _, f in own.terms}
+            for i in range(len(self._metas))
+        ]
+        shown = display.largest(dense, "the numbers")
+        rows = [
+            (
+                names[i],
+                display.shape(self._metas[i]),
+                " + ".join(sorted(kinds[i])) or "zeros",
+                display.short(held[i], "B"),
+                display.short(dense[i], "B"),
+                display.meter(held[i] / dense[i] if dense[i] else 0.0),
+            )
+            for i in shown.rows
+        ]
+        head = ("parameter", "shape", "kept as", "held", "written out", "held / written out")
+        return display.page("FactoredGrads", display.facts(pairs), display.table(head, rows, left=3, more=shown.more))
+
+    def _held(self) -> list[int]:
+        """Bytes that are held of each parameter's gradients; memory that several share counts for the first."""
+        seen: set[Any] = set()
+        sizes = [0] * len(self._metas)
+        for block in self._blocks:
+            for i, own in enumerate(block.sums):
+                for t in () if own is None else own.tensors():
+                    if storage_of(t) not in seen:
+                        seen.add(storage_of(t))
+                        sizes[i] += t.untyped_storage().nbytes()
+        return sizes
+
+    def _written_out(self) -> list[int]:
+        """Bytes of each parameter's gradients, were they written out."""
+        return [self._n * prod(m.shape) * m.dtype.itemsize for m in self._metas]
 
     def _tree(self, leaves: Sequence[Any]) -> P:
         tree: Any = optree.tree_unflatten(self._spec, list(leaves))
@@ -118,25 +162,43 @@ class FactoredGrads(Generic[P]):
         return self._typed([t / self._n for t in self._sums(None)])
 
     def clipped_sum(self, max_norm: Any, *, nonfinite: Nonfinite = "raise") -> P:
-        """The sum of the gradients, each scaled to norm `max_norm` where it is larger.
+        """The sum of the gradients, each scaled to norm `max_norm` where it is larger: `clipped_grad(...).grad`."""
+        return self._clipped(max_norm, nonfinite).grad
 
-        `max_norm` is what `clipped_grad` takes: a positive number, a pytree prefix of params with a number for the
-        parameters below it, or a dict by names of modules. Samples whose gradients are not finite:
+    @overload
+    def clipped_grad(self, max_norm: float | Tensor, *, nonfinite: Nonfinite = "raise") -> ClippedGrad[P]: ...
+    @overload
+    def clipped_grad(self, max_norm: Any, *, nonfinite: Nonfinite = "raise") -> ClippedGrad[P, Any]: ...
+
+    def clipped_grad(self, max_norm: Any, *, nonfinite: Nonfinite = "raise") -> ClippedGrad[P, Any]:
+        """The clipped sum, norms, values, and the two numbers that private training needs: see `ClippedGrad`.
+
+        `max_norm` is what the function `clipped_grad` takes: a positive number, a pytree prefix of params with a number
+        for the parameters below it, or a dict by names of modules. Samples whose gradients are not finite:
         `nonfinite="raise"` names them in an error, `"zero"` leaves them out, `"propagate"` makes the sum NaN.
         """
+        return self._clipped(max_norm, nonfinite)
+
+    def _clipped(self, max_norm: Any, nonfinite: Nonfinite) -> ClippedGrad[P, Any]:
         check_nonfinite(nonfinite)
         like = self._tree([self.values] * len(self._metas))  # of which the structure alone counts
-        bounds, _, group = bounds_of(max_norm, like, len(self._metas))
-        if len(bounds) == 1:
+        bounds = bounds_of(max_norm, like, len(self._metas))
+        if len(bounds.each) == 1:
             norms = [self.norms()]
         else:
             each = [self._gathered((self._n,), partial(norms_of_param, i)) for i in range(len(self._metas))]
-            norms = norms_under(each, group, len(bounds))
+            norms = norms_under(each, bounds.group, len(bounds.each))
         finite = finite_of(norms, nonfinite)
         if nonfinite == "raise" and finite is not None:
             refuse_nonfinite(finite)
-        weights = [clip_weights(t, bound, finite, nonfinite) for t, bound in zip(norms, bounds, strict=True)]
-        return self._typed(self._sums([weights[k] for k in group]))
+        weights = [clip_weights(t, bound, finite, nonfinite) for t, bound in zip(norms, bounds.each, strict=True)]
+        return ClippedGrad(
+            self._typed(self._sums([weights[k] for k in bounds.group])),
+            norms[0] if bounds.spec is None else optree.tree_unflatten(bounds.spec, norms),
+            self.values,
+            self._n if finite is None or nonfinite != "zero" else int(finite.sum()),
+            bounds.sensitivity,
+        )
 
     def variance(self) -> P:
         """The unbiased variance over samples of every number of the parameters; NaN for fewer than two samples."""
@@ -387,6 +449,7 @@ for _method in (
     "sum",
     "mean",
     "clipped_sum",
+    "clipped_grad",
     "variance",
     "dots",
     "dense",
@@ -462,6 +525,7 @@ def factored_grads(
     chunk_size: int | None = None,
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
+    progress: bool = False,
 ) -> FactoredGrads[P]:
     """Per-sample gradients that are not written out, to ask any number of questions of.
 
@@ -481,6 +545,7 @@ def factored_grads(
         fn, params, batch, in_dims, has_aux, randomness: as for `per_sample_grads`.
         chunk_size: how many samples to run at once. The factors of all chunks are kept.
         max_bytes: a bound on what is allocated beyond inputs and result; the chunk size is worked out from it.
+        progress: show a bar over samples, as for `per_sample_grads`.
 
     Returns:
         A `FactoredGrads`; its `values` are the losses, its `aux` what `fn` returned besides.
@@ -496,7 +561,8 @@ def factored_grads(
         save_memory=max_bytes is not None,
         lasting=True,
     )
-    parts, outcome = stream(Factors(), problem, chunk_size=chunk_size, max_bytes=max_bytes)
+    shown = "factored_grads" if progress else None
+    parts, outcome = stream(Factors(), problem, chunk_size=chunk_size, max_bytes=max_bytes, progress=shown)
     blocks = blocks_joined(parts, problem.params[0].device)
     return _owned(_asked(problem, blocks, outcome), problem)
 

@@ -33,8 +33,54 @@ def per_sample_grads(
     chunk_size: int | None = None,
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
+    progress: bool = False,
     out: P | None = None,
 ) -> P: ...
+@overload
+def per_sample_grads(
+    fn: Callable[..., Any],
+    params: P,
+    batch: Any,
+    *,
+    in_dims: Any = 0,
+    has_aux: Literal[False] = False,
+    return_value: Literal[True],
+    chunk_size: int | None = None,
+    max_bytes: int | float | str | None = None,
+    randomness: Randomness = "different",
+    progress: bool = False,
+    out: P | None = None,
+) -> tuple[P, Tensor]: ...
+@overload
+def per_sample_grads(
+    fn: Callable[..., Any],
+    params: P,
+    batch: Any,
+    *,
+    in_dims: Any = 0,
+    has_aux: Literal[True],
+    return_value: Literal[False] = False,
+    chunk_size: int | None = None,
+    max_bytes: int | float | str | None = None,
+    randomness: Randomness = "different",
+    progress: bool = False,
+    out: P | None = None,
+) -> tuple[P, Any]: ...
+@overload
+def per_sample_grads(
+    fn: Callable[..., Any],
+    params: P,
+    batch: Any,
+    *,
+    in_dims: Any = 0,
+    has_aux: Literal[True],
+    return_value: Literal[True],
+    chunk_size: int | None = None,
+    max_bytes: int | float | str | None = None,
+    randomness: Randomness = "different",
+    progress: bool = False,
+    out: P | None = None,
+) -> tuple[P, tuple[Tensor, Any]]: ...
 @overload
 def per_sample_grads(
     fn: Callable[..., Any],
@@ -47,8 +93,9 @@ def per_sample_grads(
     chunk_size: int | None = None,
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
+    progress: bool = False,
     out: P | None = None,
-) -> tuple[P, Any]: ...
+) -> Any: ...
 
 
 @uncompiled
@@ -63,6 +110,7 @@ def per_sample_grads(
     chunk_size: int | None = None,
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
+    progress: bool = False,
     out: Any = None,
 ) -> Any:
     """The gradient of `fn(params, sample)` for every sample of `batch`.
@@ -104,6 +152,9 @@ def per_sample_grads(
             Inside a torch.func transform it has no effect.
         randomness: "different": each sample draws its own random numbers; "same": all share one draw;
             "error": drawing is refused.
+        progress: show a bar over samples on stderr, by tqdm where it is installed. It moves on with each chunk, and
+            with each sample where they run one by one; a sample counts as often as it has to run. Inside a
+            torch.func transform there is none.
         out: a pytree of tensors like the result, written in place and returned; saves the allocation,
             which for large results is most of the time.
 
@@ -130,7 +181,7 @@ def per_sample_grads(
         grads, outcome = buffers or [p.new_empty(0, *p.shape) for p in problem.params], no_outcome(problem)
     else:
         with differentiating(problem):
-            grads, outcome = fold(quantity, problem, step)
+            grads, outcome = fold(quantity, problem, step, "per_sample_grads" if progress else None)
     if buffers is not None:
         for target, rows in zip(optree.tree_leaves(out), grads, strict=True):
             if not (target.is_contiguous() and target.data_ptr() == rows.data_ptr()):

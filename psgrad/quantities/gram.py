@@ -1,6 +1,7 @@
 """gram: inner products of per-sample gradients. It needs pairs of chunks, and so is no fold over them."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Literal, overload
 
 import torch
@@ -11,6 +12,7 @@ from ..engine.batched import Outcome
 from ..engine.ladder import collect, differentiating, generators_kept
 from ..engine.problem import Problem, generators, rewind
 from ..engine.validate import validated
+from ..streaming.progress import Bar
 from ..streaming.stream import Quantity, Run, chunks, counted, dtype_of, joined, plan, refuse_inside_transforms
 from ..torch_.compiler import uncompiled
 from .factored import FactoredGrads, factored_chunk
@@ -29,6 +31,7 @@ def gram(
     chunk_size: int | None = None,
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
+    progress: bool = False,
 ) -> Tensor: ...
 @overload
 def gram(
@@ -43,6 +46,7 @@ def gram(
     chunk_size: int | None = None,
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
+    progress: bool = False,
 ) -> tuple[Tensor, Any]: ...
 
 
@@ -59,6 +63,7 @@ def gram(
     chunk_size: int | None = None,
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
+    progress: bool = False,
 ) -> Any:
     """Inner products of per-sample gradients: (N, N), or (N, M) with those of another batch.
 
@@ -72,7 +77,7 @@ def gram(
     of one batch, keep its `factored_grads` and give that as `other`.
 
     Args:
-        fn, params, batch, in_dims, randomness, chunk_size, max_bytes: as for `per_sample_grads`.
+        fn, params, batch, in_dims, randomness, chunk_size, max_bytes, progress: as for `per_sample_grads`.
         other: another batch for the same `fn` and `in_dims`, or a `FactoredGrads`; None: the batch itself.
         valid: (N,) booleans; rows (and without `other` columns) of the other samples are 0, and they do not run.
         has_aux: `fn` returns `(loss, aux)`; aux of `batch` comes back with a leading sample axis, zeros where not
@@ -88,15 +93,16 @@ def gram(
     problem = there.problem
     step = plan(_Pair(), problem, chunk_size, max_bytes)
     assert isinstance(step, int)
-    with differentiating(problem):
+    second = None
+    if other is not None and not isinstance(other, FactoredGrads):
+        second = validated(fn, params, other, save_memory=max_bytes is not None, **options)
+    with differentiating(problem), _bar(problem, other, second, step) if progress else nullcontext() as bar:
         if isinstance(other, FactoredGrads):
-            found, outcomes = _against(problem, other, step)
-        elif other is not None:
-            second = validated(fn, params, other, save_memory=max_bytes is not None, **options)
-            found, outcomes = _crossed(problem, second, step)
+            found, outcomes = _against(problem, other, step, bar)
         else:
-            found, outcomes = _crossed(problem, None, step)
-            found = there.among_zeros(found.mT).mT
+            found, outcomes = _crossed(problem, second, step, bar)
+            if second is None:
+                found = there.among_zeros(found.mT).mT
         outcome = joined(problem, outcomes)
     return there.with_aux(there.among_zeros(found), outcome)
 
@@ -115,11 +121,12 @@ class _Pair(Quantity[list[Any], None]):
         return outcome
 
 
-def _against(problem: Problem, other: FactoredGrads, step: int) -> tuple[Tensor, list[Outcome]]:
+def _against(problem: Problem, other: FactoredGrads, step: int, bar: Bar | None) -> tuple[Tensor, list[Outcome]]:
     """Inner products of each chunk with what is kept of other samples."""
     rows, outcomes = [], []
-    for _, chunk in chunks(problem, step):
-        fg, outcome = factored_chunk(chunk, collect)
+    run = collect if bar is None else bar.watching(collect)
+    for _, chunk in chunks(problem, step, bar):
+        fg, outcome = factored_chunk(chunk, run)
         rows.append(fg.dots(other))
         outcomes.append(outcome)
     return torch.cat(rows) if rows else _zeros(problem, 0, len(other)), outcomes
@@ -129,7 +136,15 @@ def _zeros(problem: Problem, n: int, m: int) -> Tensor:
     return torch.zeros(n, m, dtype=dtype_of(problem), device=problem.params[0].device)
 
 
-def _crossed(problem: Problem, second: Problem | None, step: int) -> tuple[Tensor, list[Outcome]]:
+def _bar(problem: Problem, other: object, second: Problem | None, step: int) -> Bar:
+    """A bar over the samples that run, each as often as it does."""
+    sizes = [chunk.n for _, chunk in chunks(problem, step)]
+    if second is not None:
+        return Bar("gram", problem.n + len(sizes) * second.n)
+    return Bar("gram", problem.n if other is not None else sum(k * n for k, n in enumerate(sizes, 1)))
+
+
+def _crossed(problem: Problem, second: Problem | None, step: int, bar: Bar | None) -> tuple[Tensor, list[Outcome]]:
     """Inner products chunk against chunk, and what came out of each chunk of `problem` besides.
 
     A chunk that runs again draws what it drew the first time.
@@ -137,23 +152,31 @@ def _crossed(problem: Problem, second: Problem | None, step: int) -> tuple[Tenso
     states: dict[int, Any] = {}
     rows = [chunk for _, chunk in chunks(problem, step)]
     columns = rows if second is None else [chunk for _, chunk in chunks(second, step)]
+    run = collect if bar is None else bar.watching(collect)
+
+    def factored(chunk: Problem) -> tuple[FactoredGrads, Outcome]:
+        found = factored_chunk(chunk, run)
+        if bar is not None:
+            bar.done(chunk.n)
+        return found
+
     if len(rows) == len(columns) == 1:
-        left, outcome = factored_chunk(rows[0], collect)
-        right = left if second is None else factored_chunk(columns[0], collect)[0]
+        left, outcome = factored(rows[0])
+        right = left if second is None else factored(columns[0])[0]
         return right.dots(left).mT.contiguous(), [outcome]  # dots gives the transpose of what it made: nothing to copy
 
     def again(k: int) -> tuple[FactoredGrads, Outcome]:
         if k not in states:
             states[k] = generators(problem.params)
-            return factored_chunk(columns[k], collect)
+            return factored(columns[k])
         with generators_kept(problem):
             rewind(states[k])
-            return factored_chunk(columns[k], collect)
+            return factored(columns[k])
 
     out = _zeros(problem, problem.n, problem.n if second is None else second.n)
     outcomes = []
     for i, chunk in enumerate(rows):
-        left, outcome = again(i) if second is None else factored_chunk(chunk, collect)
+        left, outcome = again(i) if second is None else factored(chunk)
         outcomes.append(outcome)
         top = slice(i * step, i * step + chunk.n)
         for k in range(i if second is None else 0, len(columns)):

@@ -36,6 +36,7 @@ def per_sample_norms(
     chunk_size: int | None = None,
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
+    progress: bool = False,
 ) -> Tensor: ...
 @overload
 def per_sample_norms(
@@ -51,6 +52,7 @@ def per_sample_norms(
     chunk_size: int | None = None,
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
+    progress: bool = False,
 ) -> P: ...
 @overload
 def per_sample_norms(
@@ -66,7 +68,24 @@ def per_sample_norms(
     chunk_size: int | None = None,
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
+    progress: bool = False,
 ) -> tuple[Tensor, Any]: ...
+@overload
+def per_sample_norms(
+    fn: Callable[..., Any],
+    params: P,
+    batch: Any,
+    *,
+    per_param: Literal[True],
+    valid: Tensor | None = None,
+    differentiable: bool = False,
+    in_dims: Any = 0,
+    has_aux: Literal[True],
+    chunk_size: int | None = None,
+    max_bytes: int | float | str | None = None,
+    randomness: Randomness = "different",
+    progress: bool = False,
+) -> tuple[P, Any]: ...
 @overload
 def per_sample_norms(
     fn: Callable[..., Any],
@@ -81,6 +100,7 @@ def per_sample_norms(
     chunk_size: int | None = None,
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
+    progress: bool = False,
 ) -> Any: ...
 
 
@@ -98,6 +118,7 @@ def per_sample_norms(
     chunk_size: int | None = None,
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
+    progress: bool = False,
 ) -> Any:
     """The norm of every sample's gradient, at about the price of one backward pass.
 
@@ -115,9 +136,9 @@ def per_sample_norms(
         valid: (N,) booleans; the other samples do not run, and their norms are 0.
         differentiable: the result is attached to the autograd graph of params and batch, for gradient
             penalties. Writes the gradients out, chunk by chunk. Inside a torch.func transform always so. The graph
-            needs the activations of all samples, so that `max_bytes` has no effect then.
+            needs the activations of all samples, so that `max_bytes` has no effect then, and `progress` neither.
         has_aux: `fn` returns `(loss, aux)`; aux comes back with a leading sample axis, zeros where not `valid`.
-        chunk_size, max_bytes: as for `per_sample_grads`.
+        chunk_size, max_bytes, progress: as for `per_sample_grads`.
 
     Returns:
         The norms, (N,), or with `per_param` a pytree of them; with `has_aux` `(norms, aux)`.
@@ -143,7 +164,8 @@ def per_sample_norms(
         check_step(problem, chunk_size, max_bytes)
         norms, outcome = _attached_norms(problem, min(chunk_size or problem.n, problem.n), per_param)
     else:
-        norms, outcome = stream(Norms(per_param), problem, chunk_size=chunk_size, max_bytes=max_bytes)
+        shown = "per_sample_norms" if progress else None
+        norms, outcome = stream(Norms(per_param), problem, chunk_size=chunk_size, max_bytes=max_bytes, progress=shown)
     norms = [there.among_zeros(t) for t in norms]
     result = optree.tree_unflatten(problem.params_spec, norms) if per_param else norms[0]
     return there.with_aux(result, outcome)

@@ -7,6 +7,7 @@ from typing import Any, Generic, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
+from .. import display
 from ..annotations import P, Randomness
 from ..engine.batched import Outcome
 from ..engine.problem import Problem
@@ -17,15 +18,63 @@ from .factored import factored_chunk
 
 
 class GradStats(NamedTuple, Generic[P]):
-    """What `grad_stats` gives."""
+    """What `grad_stats` gives: estimates from the samples that are `valid`. `grad_stats` says what of.
 
-    mean: P  # a pytree like params
-    variance: P  # a pytree like params
-    sq_norms: Tensor  # (N,)
-    values: Tensor  # (N,) losses
-    trace: Tensor  # tr(S)
-    sq_mean: Tensor  # |G|^2
-    noise_scale: Tensor  # tr(S) / |G|^2
+    Attributes:
+        mean: the mean of the gradients, a pytree like params.
+        variance: the unbiased variance over samples of every number of the gradients, a pytree like params.
+        sq_norms: (N,) squared norms of the gradients; 0 for samples that are not `valid`.
+        values: (N,) losses; 0 for samples that are not `valid`.
+        trace: the sum of `variance`, for tr(S), as a tensor of one number like the next two.
+        sq_mean: |mean|^2 less what noise adds to it, for |G|^2; it can be negative.
+        noise_scale: `trace / sq_mean`, a batch size: the simple noise scale.
+    """
+
+    mean: P
+    variance: P
+    sq_norms: Tensor
+    values: Tensor
+    trace: Tensor
+    sq_mean: Tensor
+    noise_scale: Tensor
+
+    @display.safely
+    def _repr_html_(self) -> str:
+        """How much of the gradients is noise, and in which parameters."""
+        pairs = [
+            ("samples", f"{len(self.values):,}"),
+            ("noise scale", display.number(self.noise_scale)),
+            ("tr(S)", display.number(self.trace)),
+            ("|G|²", display.number(self.sq_mean)),
+        ]
+        means, variances = display.leaves(self.mean), [t for _, t in display.leaves(self.variance)]
+        traces = [None if t.is_meta else float(t.sum(dtype=self.trace.dtype)) for t in variances]
+        total = sum(t for t in traces if t is not None)
+        shown = display.largest(traces, "tr(S)")
+        rows = []
+        for i in shown.rows:
+            (name, mean), trace = means[i], traces[i]
+            square = display.sq_norm(mean)
+            rows.append(
+                (
+                    name,
+                    display.shape(mean),
+                    display.number(None if square is None else square**0.5),
+                    display.number(trace),
+                    display.meter(trace / total if trace and total else 0.0),
+                )
+            )
+        square = display.number_of(self.sq_mean)
+        drowned = "noise drowns the mean here: average trace and sq_mean over batches before dividing"
+        return display.page(
+            "GradStats",
+            display.facts(pairs),
+            display.notes([drowned] if square is not None and square <= 0 else []),
+            display.histogram(self.sq_norms.sqrt(), "norms of the gradients"),
+            display.table(
+                ("parameter", "shape", "norm of the mean", "tr(S)", "share of tr(S)"), rows, left=2, more=shown.more
+            ),
+        )
 
 
 @overload
@@ -40,6 +89,7 @@ def grad_stats(
     chunk_size: int | None = None,
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
+    progress: bool = False,
 ) -> GradStats[P]: ...
 @overload
 def grad_stats(
@@ -53,6 +103,7 @@ def grad_stats(
     chunk_size: int | None = None,
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
+    progress: bool = False,
 ) -> tuple[GradStats[P], Any]: ...
 
 
@@ -68,6 +119,7 @@ def grad_stats(
     chunk_size: int | None = None,
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
+    progress: bool = False,
 ) -> Any:
     """Mean and variance of the per-sample gradients, and the gradient noise scale.
 
@@ -93,7 +145,7 @@ def grad_stats(
     are never held.
 
     Args:
-        fn, params, batch, in_dims, randomness, chunk_size, max_bytes: as for `per_sample_grads`.
+        fn, params, batch, in_dims, randomness, chunk_size, max_bytes, progress: as for `per_sample_grads`.
         valid: (N,) booleans; the other samples do not run and do not count, their entries are 0.
         has_aux: `fn` returns `(loss, aux)`; aux comes back with a leading sample axis, zeros where not `valid`.
 
@@ -107,7 +159,8 @@ def grad_stats(
     )
     there = counted(problem, valid)
     problem = there.problem
-    found, outcome = stream(Moments(), problem, chunk_size=chunk_size, max_bytes=max_bytes)
+    shown = "grad_stats" if progress else None
+    found, outcome = stream(Moments(), problem, chunk_size=chunk_size, max_bytes=max_bytes, progress=shown)
     below = found.seen - 1 if found.seen > 1 else torch.nan
     variance = [t.div_(below) for t in found.deviations]
     mean = found.mean if found.seen else [m * torch.nan for m in found.mean]

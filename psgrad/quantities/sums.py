@@ -1,14 +1,13 @@
-"""weighted_grad and clipped_grad: sums of per-sample gradients, with weights that are given or depend on the norms."""
+"""weighted_grad: sums of per-sample gradients, with weights that are given or depend on the norms."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Generic, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, overload
 
-import optree
 import torch
 from torch import Tensor
 
-from ..annotations import Nonfinite, P, Randomness
+from ..annotations import P, Randomness
 from ..engine.batched import Outcome
 from ..engine.collectors import SumCollector
 from ..engine.ladder import differentiating, join
@@ -33,7 +32,6 @@ from ..streaming.stream import (
     tree_of_sums,
 )
 from ..torch_.compiler import uncompiled
-from .clipping import bounds_of, check_nonfinite, clip_weights, finite_of, norms_under, refuse_nonfinite
 from .norms import norms_of_chunk
 
 Totals = list[Tensor | None]  # sums of each parameter's gradients; None: zeros
@@ -52,6 +50,7 @@ def weighted_grad(
     chunk_size: int | None = None,
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
+    progress: bool = False,
 ) -> P: ...
 @overload
 def weighted_grad(
@@ -66,6 +65,7 @@ def weighted_grad(
     chunk_size: int | None = None,
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
+    progress: bool = False,
 ) -> tuple[P, Any]: ...
 
 
@@ -82,6 +82,7 @@ def weighted_grad(
     chunk_size: int | None = None,
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
+    progress: bool = False,
 ) -> Any:
     """The sum over n of weights[n] times the gradient of sample n.
 
@@ -97,7 +98,7 @@ def weighted_grad(
     random numbers. A sample with weight 0 does not count, not even if its gradient is NaN.
 
     Args:
-        fn, params, batch, in_dims, randomness, chunk_size, max_bytes: as for `per_sample_grads`.
+        fn, params, batch, in_dims, randomness, chunk_size, max_bytes, progress: as for `per_sample_grads`.
         weights: (N,), or a function of the norms.
         valid: (N,) booleans; the other samples do not run.
         has_aux: `fn` returns `(loss, aux)`; aux comes back with a leading sample axis, zeros where not `valid`.
@@ -112,15 +113,16 @@ def weighted_grad(
     there = counted(problem, valid)
     problem = there.problem
     options: dict[str, Any] = {"chunk_size": chunk_size, "max_bytes": max_bytes}
+    shown = "weighted_grad" if progress else None
     if callable(weights):
         one = KeptSums(_GivenWeights(there, weights))
         step = plan(one, problem, **options)
         assert isinstance(step, int)
         with differentiating(problem):
-            found, outcome = fold(one if step >= problem.n > 0 else TwoPasses(one.weigh), problem, step)
+            found, outcome = fold(one if step >= problem.n > 0 else TwoPasses(one.weigh), problem, step, shown)
         totals = found.totals
     else:
-        totals, outcome = stream(WeightedSums(_checked_weights(weights, there)), problem, **options)
+        totals, outcome = stream(WeightedSums(_checked_weights(weights, there)), problem, progress=shown, **options)
     return there.with_aux(tree_of_sums(problem, totals), outcome)
 
 
@@ -137,6 +139,8 @@ def _checked_weights(weights: Any, there: Counted) -> Tensor:
     if weights.is_complex():
         raise ArgumentTypeError("weights are complex numbers\n  give real ones.")
     w = weights.detach().to(problem.params[0].device)
+    if not w.is_floating_point():  # booleans, counts
+        w = w.to(dtype_of(problem))
     w = w if index is None else w[index.to(w.device)]
     if not w.is_meta and not bool(w.isfinite().all()):
         bad = (~w.isfinite()).nonzero()[:, 0]
@@ -150,7 +154,7 @@ def _checked_weights(weights: Any, there: Counted) -> Tensor:
 
 def _starting_totals(whole: Problem, step: int) -> Totals:
     """Zeros to add chunks to; where all samples run at once, their sums are the totals themselves."""
-    return [None if step >= whole.n else meta.new() for meta in metas(whole)]
+    return [None] * len(whole.params) if step >= whole.n else [meta.new() for meta in metas(whole)]
 
 
 class WeightedSums(Quantity[Totals, Totals]):
@@ -229,24 +233,6 @@ class _GivenWeights(Weigh):
     def __call__(self, norms: list[Tensor], count: int) -> tuple[list[Tensor], Weights]:
         w = _checked_weights(self.function(self.there.among_zeros(norms[0])), self.there)
         return norms, Weights([w] * count)
-
-
-class _Clip(Weigh):
-    """So that norms are at most the bounds, each for the parameters under it."""
-
-    def __init__(self, bounds: list[Any], group: list[int], nonfinite: str) -> None:
-        self.bounds, self.group, self.nonfinite = bounds, group, nonfinite
-        self.per_param = len(bounds) > 1
-        self.good = True  # all norms so far are finite
-
-    def __call__(self, norms: list[Tensor], count: int) -> tuple[list[Tensor], Weights]:
-        if self.per_param:
-            norms = norms_under(norms, self.group, len(self.bounds))
-        finite = finite_of(norms, self.nonfinite)
-        self.good = self.good and finite is None
-        weights = [clip_weights(t, bound, finite, self.nonfinite) for t, bound in zip(norms, self.bounds, strict=True)]
-        skips = finite is None or self.nonfinite == "propagate"
-        return norms, Weights([weights[k] for k in self.group[:count]], skips)
 
 
 class FromNorms(NamedTuple):
@@ -328,108 +314,3 @@ class TwoPasses(Quantity[FromNorms, FromNorms]):
 
     def rehearsal(self) -> "TwoPasses":
         return TwoPasses(_Rehearsed(False))
-
-
-class ClippedGrad(NamedTuple, Generic[P]):
-    """What `clipped_grad` gives."""
-
-    grad: P  # the sum of the clipped gradients, a pytree like params
-    norms: Any  # (N,) before clipping; a pytree of them like max_norm where that is one
-    values: Tensor  # (N,) losses
-
-
-@overload
-def clipped_grad(
-    fn: Callable[..., Any],
-    params: P,
-    batch: Any,
-    max_norm: Any,
-    *,
-    nonfinite: Nonfinite = "raise",
-    valid: Tensor | None = None,
-    in_dims: Any = 0,
-    has_aux: Literal[False] = False,
-    chunk_size: int | None = None,
-    max_bytes: int | float | str | None = None,
-    randomness: Randomness = "different",
-) -> ClippedGrad[P]: ...
-@overload
-def clipped_grad(
-    fn: Callable[..., Any],
-    params: P,
-    batch: Any,
-    max_norm: Any,
-    *,
-    nonfinite: Nonfinite = "raise",
-    valid: Tensor | None = None,
-    in_dims: Any = 0,
-    has_aux: Literal[True],
-    chunk_size: int | None = None,
-    max_bytes: int | float | str | None = None,
-    randomness: Randomness = "different",
-) -> tuple[ClippedGrad[P], Any]: ...
-
-
-@uncompiled
-def clipped_grad(
-    fn: Callable[..., Any],
-    params: Any,
-    batch: Any,
-    max_norm: Any,
-    *,
-    nonfinite: Nonfinite = "raise",
-    valid: Tensor | None = None,
-    in_dims: Any = 0,
-    has_aux: bool = False,
-    chunk_size: int | None = None,
-    max_bytes: int | float | str | None = None,
-    randomness: Randomness = "different",
-) -> Any:
-    """The sum of the per-sample gradients, each scaled down to norm `max_norm` where it is larger.
-
-    >>> fn = lambda w, x: (w * x).sum()
-    >>> psgrad.clipped_grad(fn, torch.zeros(2), torch.tensor([[3.0, 4.0], [0.0, 0.5]]), 1.0)
-    ClippedGrad(grad=tensor([0.6000, 1.3000]), norms=tensor([5.0000, 0.5000]), values=tensor([0., 0.]))
-
-    One forward and one backward: the factors are kept until the norms are known. Where `max_bytes` does not
-    allow even one sample's factors, two passes: norms first, then the weighted gradient. A gradient of norm 0
-    stays as it is.
-
-    Args:
-        fn, params, batch, in_dims, randomness, chunk_size, max_bytes: as for `per_sample_grads`.
-        max_norm: a positive number; or a pytree prefix of params, for example one number per layer: then each
-            number clips the norm over the parameters below it. For params with names, as `from_module` gives
-            them, a dict from names of modules or parameters: {"encoder": 1.0, "head": 0.1}.
-        nonfinite: what to do with samples whose gradients are not finite. "raise": an error that names them;
-            "zero": they do not count; "propagate": the sum is NaN.
-        valid: (N,) booleans; the other samples do not run and do not count, their norms and values are 0.
-        has_aux: `fn` returns `(loss, aux)`; aux comes back with a leading sample axis, zeros where not `valid`.
-
-    Returns:
-        `ClippedGrad(grad, norms, values)`; with `has_aux` `(ClippedGrad(...), aux)`.
-    """
-    refuse_inside_transforms("clipped_grad")
-    check_nonfinite(nonfinite)
-    problem = validated(
-        fn, params, batch, in_dims=in_dims, randomness=randomness, has_aux=has_aux, save_memory=max_bytes is not None
-    )
-    bounds, bounds_spec, group = bounds_of(max_norm, params, len(problem.params))
-    there = counted(problem, valid)
-    problem = there.problem
-    clip = _Clip(bounds, group, nonfinite)
-    found, outcome = stream(
-        KeptSums(clip),
-        problem,
-        chunk_size=chunk_size,
-        max_bytes=max_bytes,
-        instead=None if clip.per_param else TwoPasses(clip),
-    )
-    norms = [there.among_zeros(t) for t in found.all_norms(problem, len(bounds))]
-    if nonfinite == "raise" and not clip.good:
-        refuse_nonfinite(torch.stack(norms).isfinite().all(0))
-    result = ClippedGrad(
-        tree_of_sums(problem, found.totals),
-        norms[0] if bounds_spec is None else optree.tree_unflatten(bounds_spec, norms),
-        there.among_zeros(outcome.values),
-    )
-    return there.with_aux(result, outcome)

@@ -110,22 +110,23 @@ def add_sums(
     sums: list[Sum | None] = list(block.sums)
     del block
     given = w = there = None
-    for i in order:
-        own, sums[i] = sums[i], None
-        if own is None:  # zeros
-            continue
-        if weights is not None and weights[i] is not given:  # most parameters share their weights
-            given = weights[i]
-            w, there = _nonzero(given, index, skip_zero_check)
-        if there is not None:
-            own = own.select(there) if len(there) else None
-        if own is not None:
+    with full_precision():
+        for i in order:
+            own, sums[i] = sums[i], None
+            if own is None:  # zeros
+                continue
+            if weights is not None and weights[i] is not given:  # most parameters share their weights
+                given = weights[i]
+                w, there = _nonzero(given, index, skip_zero_check)
+            if there is not None:
+                own = own.select(there) if len(there) else None
+            if own is None:
+                continue
             total = totals[i]
-            with full_precision():
-                if total is None:
-                    totals[i] = own.weighted_sum(w)
-                else:
-                    own.add_weighted(total, w)
+            if total is None:
+                totals[i] = own.weighted_sum(w)
+            else:
+                own.add_weighted(total, w)
 
 
 def _freed(own: Sum | None) -> tuple[bool, int]:

@@ -22,6 +22,7 @@ from ..factors import costs
 from ..factors.numerics import cast, widest
 from . import budget
 from .blocks import Block, Meta
+from .progress import Bar
 
 State = TypeVar("State")
 Result = TypeVar("Result")
@@ -108,41 +109,54 @@ def stream(
     chunk_size: int | None,
     max_bytes: int | float | str | None,
     instead: Quantity[Any, Result] | None = None,
+    progress: str | None = None,
 ) -> tuple[Result, Outcome]:
-    """The quantity of all samples, and what came out besides; by `instead` where `max_bytes` is too little for it."""
+    """The quantity of all samples, and what came out besides; by `instead` where `max_bytes` is too little for it.
+
+    `progress`: the name that a bar over samples has; None shows none.
+    """
     step = plan(quantity, problem, chunk_size, max_bytes, instead)
     if isinstance(step, budget.TooLittle):
         assert instead is not None
         quantity, step = instead, plan_or_raise(instead, problem, chunk_size, max_bytes, step)
     with differentiating(problem):
-        return fold(quantity, problem, step)
+        return fold(quantity, problem, step, progress)
 
 
-def fold(quantity: Quantity[Any, Result], problem: Problem, step: int) -> tuple[Result, Outcome]:
+def fold(
+    quantity: Quantity[Any, Result], problem: Problem, step: int, progress: str | None = None, bar: Bar | None = None
+) -> tuple[Result, Outcome]:
     """The quantity of all samples, `step` of them at a time."""
+    if progress is not None:
+        with Bar(progress, problem.n * (2 if quantity.looks_first else 1)) as shown:
+            return fold(quantity, problem, step, bar=shown)
+    run = collect if bar is None else bar.watching(collect)
     state = quantity.start(problem, step)
     outcomes: list[Outcome] = []
     draws: list[Any] = []
     if quantity.looks_first:
-        for _, chunk in chunks(problem, step):
+        for _, chunk in chunks(problem, step, bar):
             draws.append(generators(problem.params))
-            outcomes.append(quantity.look(state, chunk, collect))
+            outcomes.append(quantity.look(state, chunk, run))
         quantity.decide(state)
         after = generators(problem.params)
-        for k, (rows, chunk) in enumerate(chunks(problem, step)):
+        for k, (rows, chunk) in enumerate(chunks(problem, step, bar)):
             rewind(draws[k])  # both passes draw the same numbers
-            quantity.add(state, rows, chunk, collect)
+            quantity.add(state, rows, chunk, run)
         rewind(after)
     else:
-        for rows, chunk in chunks(problem, step):
-            outcomes.append(quantity.add(state, rows, chunk, collect))
+        for rows, chunk in chunks(problem, step, bar):
+            outcomes.append(quantity.add(state, rows, chunk, run))
     return quantity.finish(state), joined(problem, outcomes)
 
 
-def chunks(problem: Problem, step: int) -> Iterator[tuple[slice, Problem]]:
+def chunks(problem: Problem, step: int, bar: Bar | None = None) -> Iterator[tuple[slice, Problem]]:
+    """The samples, `step` at a time; `bar` hears of each chunk that is done."""
     for start in range(0, problem.n, max(step, 1)):
         rows = slice(start, min(start + step, problem.n))
         yield rows, problem if step >= problem.n else problem.rows(rows)
+        if bar is not None:
+            bar.done(rows.stop - start)
 
 
 def joined(problem: Problem, outcomes: list[Outcome]) -> Outcome:

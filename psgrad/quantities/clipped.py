@@ -1,0 +1,181 @@
+"""clipped_grad: the sum of per-sample gradients whose norms are kept within bounds."""
+
+from collections.abc import Callable
+from typing import Any, Literal, overload
+
+import optree
+import torch
+from torch import Tensor
+
+from ..annotations import Nonfinite, P, Randomness
+from ..engine.validate import validated
+from ..streaming.stream import counted, refuse_inside_transforms, stream, tree_of_sums
+from ..torch_.compiler import uncompiled
+from .clipping import (
+    ClippedGrad,
+    bounds_of,
+    check_nonfinite,
+    clip_weights,
+    finite_of,
+    norms_under,
+    refuse_nonfinite,
+)
+from .sums import KeptSums, TwoPasses, Weigh, Weights
+
+
+@overload
+def clipped_grad(
+    fn: Callable[..., Any],
+    params: P,
+    batch: Any,
+    max_norm: float | Tensor,
+    *,
+    nonfinite: Nonfinite = "raise",
+    valid: Tensor | None = None,
+    in_dims: Any = 0,
+    has_aux: Literal[False] = False,
+    chunk_size: int | None = None,
+    max_bytes: int | float | str | None = None,
+    randomness: Randomness = "different",
+    progress: bool = False,
+) -> ClippedGrad[P]: ...
+@overload
+def clipped_grad(
+    fn: Callable[..., Any],
+    params: P,
+    batch: Any,
+    max_norm: Any,
+    *,
+    nonfinite: Nonfinite = "raise",
+    valid: Tensor | None = None,
+    in_dims: Any = 0,
+    has_aux: Literal[False] = False,
+    chunk_size: int | None = None,
+    max_bytes: int | float | str | None = None,
+    randomness: Randomness = "different",
+    progress: bool = False,
+) -> ClippedGrad[P, Any]: ...
+@overload
+def clipped_grad(
+    fn: Callable[..., Any],
+    params: P,
+    batch: Any,
+    max_norm: float | Tensor,
+    *,
+    nonfinite: Nonfinite = "raise",
+    valid: Tensor | None = None,
+    in_dims: Any = 0,
+    has_aux: Literal[True],
+    chunk_size: int | None = None,
+    max_bytes: int | float | str | None = None,
+    randomness: Randomness = "different",
+    progress: bool = False,
+) -> tuple[ClippedGrad[P], Any]: ...
+@overload
+def clipped_grad(
+    fn: Callable[..., Any],
+    params: P,
+    batch: Any,
+    max_norm: Any,
+    *,
+    nonfinite: Nonfinite = "raise",
+    valid: Tensor | None = None,
+    in_dims: Any = 0,
+    has_aux: Literal[True],
+    chunk_size: int | None = None,
+    max_bytes: int | float | str | None = None,
+    randomness: Randomness = "different",
+    progress: bool = False,
+) -> tuple[ClippedGrad[P, Any], Any]: ...
+
+
+@uncompiled
+def clipped_grad(
+    fn: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    max_norm: Any,
+    *,
+    nonfinite: Nonfinite = "raise",
+    valid: Tensor | None = None,
+    in_dims: Any = 0,
+    has_aux: bool = False,
+    chunk_size: int | None = None,
+    max_bytes: int | float | str | None = None,
+    randomness: Randomness = "different",
+    progress: bool = False,
+) -> Any:
+    """The sum of the per-sample gradients, each scaled down to norm `max_norm` where it is larger.
+
+    >>> fn = lambda w, x: (w * x).sum()
+    >>> psgrad.clipped_grad(fn, torch.zeros(2), torch.tensor([[3.0, 4.0], [0.0, 0.5]]), 1.0)
+    ClippedGrad(grad=tensor([0.6000, 1.3000]), norms=tensor([5.0000, 0.5000]), values=tensor([0., 0.]), count=2,
+        sensitivity=1.0)
+
+    One forward and one backward: the factors are kept until the norms are known. Where `max_bytes` does not
+    allow even one sample's factors, two passes: norms first, then the weighted gradient. A gradient of norm 0
+    stays as it is. One sample more or less moves the sum by at most `sensitivity`: `ClippedGrad` says when.
+
+    Args:
+        fn, params, batch, in_dims, randomness, chunk_size, max_bytes, progress: as for `per_sample_grads`.
+        max_norm: a positive number; or a pytree prefix of params, for example one number per layer: then each
+            number clips the norm over the parameters below it. For params with names, as `from_module` gives
+            them, a dict from names of modules or parameters: {"encoder": 1.0, "head": 0.1}.
+        nonfinite: what to do with samples whose gradients are not finite. "raise": an error that names them;
+            "zero": they do not count; "propagate": the sum is NaN.
+        valid: (N,) booleans; the other samples do not run and do not count, their norms and values are 0.
+        has_aux: `fn` returns `(loss, aux)`; aux comes back with a leading sample axis, zeros where not `valid`.
+
+    Returns:
+        `ClippedGrad(grad, norms, values, count, sensitivity)`; with `has_aux` `(ClippedGrad(...), aux)`.
+    """
+    refuse_inside_transforms("clipped_grad")
+    check_nonfinite(nonfinite)
+    problem = validated(
+        fn, params, batch, in_dims=in_dims, randomness=randomness, has_aux=has_aux, save_memory=max_bytes is not None
+    )
+    bounds = bounds_of(max_norm, params, len(problem.params))
+    there = counted(problem, valid)
+    problem = there.problem
+    clip = Clip(bounds.each, bounds.group, nonfinite)
+    found, outcome = stream(
+        KeptSums(clip),
+        problem,
+        chunk_size=chunk_size,
+        max_bytes=max_bytes,
+        instead=None if clip.per_param else TwoPasses(clip),
+        progress="clipped_grad" if progress else None,
+    )
+    norms = [there.among_zeros(t) for t in found.all_norms(problem, len(bounds.each))]
+    if nonfinite == "raise" and not clip.good:
+        refuse_nonfinite(torch.stack(norms).isfinite().all(0))
+    result = ClippedGrad(
+        tree_of_sums(problem, found.totals),
+        norms[0] if bounds.spec is None else optree.tree_unflatten(bounds.spec, norms),
+        there.among_zeros(outcome.values),
+        problem.n - clip.left_out,
+        bounds.sensitivity,
+    )
+    return there.with_aux(result, outcome)
+
+
+class Clip(Weigh):
+    """So that norms are at most the bounds, each for the parameters under it."""
+
+    def __init__(self, bounds: list[Any], group: list[int], nonfinite: str) -> None:
+        self.bounds, self.group, self.nonfinite = bounds, group, nonfinite
+        self.per_param = len(bounds) > 1
+        self.good = True  # all norms so far are finite
+        self.left_out = 0  # samples that are not, and count as zeros
+
+    def __call__(self, norms: list[Tensor], count: int) -> tuple[list[Tensor], Weights]:
+        if self.per_param:
+            norms = norms_under(norms, self.group, len(self.bounds))
+        finite = finite_of(norms, self.nonfinite)
+        if finite is not None:
+            self.good = False
+            if self.nonfinite == "zero":
+                self.left_out += int((~finite).sum())
+        weights = [clip_weights(t, bound, finite, self.nonfinite) for t, bound in zip(norms, self.bounds, strict=True)]
+        skips = finite is None or self.nonfinite == "propagate"
+        return norms, Weights([weights[k] for k in self.group[:count]], skips)
