@@ -33,7 +33,7 @@ def execute(path: Path) -> Any:
         kernel_name="python3",
         kernel_manager_class=ThisInterpreter,
         timeout=300,
-        resources={"metadata": {"path": str(ROOT)}},
+        resources={"metadata": {"path": str(path.parent)}},  # as Jupyter does, so that `import plots` finds plots.py
         record_timing=False,
         coalesce_streams=True,
     )
