@@ -1,11 +1,12 @@
-"""The README tells the truth: its examples run, and its tables are what the registry and `explain` say.
+"""The README tells the truth: its examples run. So do the site's tables: they are what the registry and `explain` say.
 
-`python tests/test_readme.py` rewrites the tables.
+`python tests/test_readme.py` rewrites the tables, which are in `docs/supported.md`.
 """
 
 import doctest
 import re
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,19 +18,44 @@ import psgrad
 from psgrad.errors import name_of
 from psgrad.registry.rule import RULES, BatchFold, Composite, Rule
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+SUPPORTED = ROOT / "docs" / "supported.md"
+BLOCK = re.compile(r"^( *)(`{3,}|~{3,})(\S*)[^\n]*\n(.*?)^\1\2$", re.M | re.S)  # indent, fence, language, text
+NEEDS = re.compile(r"^% needs: (.+)\n\Z", re.M)  # the packages of a block, on the line before it
 OPERATORS = {"matmul": "@", "add": "+", "sub": "-", "mul": "*", "truediv": "/", "getitem": "table[index]"}
 
 
-def python_blocks(text: str) -> list[tuple[int, str]]:
-    """The ```python blocks of a markdown text, each with the line that it starts on."""
-    return [(text[: m.start(1)].count("\n"), m[1]) for m in re.finditer(r"^```python\n(.*?)^```$", text, re.M | re.S)]
+def run_examples(path: Path) -> None:
+    """All ```python blocks with prompts, from top to bottom, in one namespace; the others are Python at least.
+
+    A block that says what it needs, on the line before it, is for tests/test_coming_from.py.
+    """
+    torch.manual_seed(0)
+    text, scope = path.read_text(), dict[str, Any]()
+    for found in BLOCK.finditer(text):
+        line, source = text[: found.start(4)].count("\n"), textwrap.dedent(found[4])
+        if found[3] == "python" and ">>>" not in source:
+            compile("\n" * line + source, path.name, "exec")
+        elif found[3] == "python" and not NEEDS.search(text[: found.start()]):
+            run_block(source, scope, path, line)
+
+
+def run_block(source: str, scope: dict[str, Any], path: Path, line: int) -> None:
+    """The examples of a block, whose names go into `scope`."""
+    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
+    example = doctest.DocTestParser().get_doctest(source, scope, f"{path.name}:{line}", path.name, line)
+    report: list[str] = []
+    runner.run(example, out=report.append, clear_globs=False)
+    if report:
+        pytest.fail("".join(report), pytrace=False)
+    scope.update(example.globs)
 
 
 def spellings(functions: list[Callable[..., Any]]) -> str:
     """How people write them; a method that repeats a function's name goes without saying."""
     names = [name_of(f) for f in functions]
-    shown = [n for n in names if not n.startswith("Tensor.")]
+    shown = sorted(n for n in names if not n.startswith("Tensor."))
     dunders = [n.removeprefix("Tensor.__").removesuffix("__") for n in names if n.startswith("Tensor.__")]
     return ", ".join(f"`{n}`" for n in [*shown, *(OPERATORS[n] for n in dunders if n in OPERATORS)])
 
@@ -106,30 +132,18 @@ TABLES = {"ops": ops_table, "modules": modules_table}
 def test_table_is_true(name: str) -> None:
     from tests.modules import LACKING
 
-    lines = README.read_text().splitlines(keepends=True)
+    lines = SUPPORTED.read_text().splitlines(keepends=True)
     text = "".join(line for line in lines if not line.startswith(tuple(f"| `{lacking}` |" for lacking in LACKING)))
     assert f"<!-- {name} -->" in text
     assert text == with_table(text, name, TABLES[name]), "run `python tests/test_readme.py`"
 
 
 def test_examples_run() -> None:
-    scope: dict[str, Any] = {}
-    blocks = python_blocks(README.read_text())
-    assert blocks
-    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
-    for line, source in blocks:
-        if ">>>" not in source:
-            exec(compile("\n" * line + source, README.name, "exec"), scope)
-            continue
-        example = doctest.DocTestParser().get_doctest(source, scope, f"{README.name}:{line}", README.name, line)
-        report: list[str] = []
-        runner.run(example, out=report.append, clear_globs=False)
-        if report:
-            pytest.fail("".join(report), pytrace=False)
-        scope.update(example.globs)
+    assert ">>>" in README.read_text()
+    run_examples(README)
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(README.parent))  # where the package of tests is
+    sys.path.insert(0, str(ROOT))  # where the package of tests is
     for _name, _table in TABLES.items():
-        README.write_text(with_table(README.read_text(), _name, _table))
+        SUPPORTED.write_text(with_table(SUPPORTED.read_text(), _name, _table))
