@@ -1,15 +1,25 @@
-"""The package around the code: the demo's command line, what the source distribution holds, how to add a rule."""
+"""The package around the code: its map, the demo, wheel and source distribution, how to add a rule."""
 
 import ast
+import email
+import inspect
+import os
+import pydoc
 import re
+import shlex
 import subprocess
 import sys
+import tarfile
 import tomllib
+import venv
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import psgrad
 from psgrad import __main__ as demo
@@ -29,8 +39,44 @@ def test_help_says_what_the_demo_does() -> None:
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert done.stdout.startswith("usage: python -m psgrad [-h]\n")
-    for part in ("trains a small convolutional net", "largest gradients", "loop over samples", "times them"):
+    for part in ("a plain loop over samples", "clipped per-sample gradients", "largest gradients", "on all cores"):
         assert part in done.stdout
+
+
+def test_the_demo_shows_what_it_says(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("sklearn")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+    demo.run(epochs=2, budget=0.0)
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 120
+    assert text == "\n".join(line.rstrip() for line in text.split("\n"))
+    assert text.startswith(f"psgrad {psgrad.__version__}, torch {torch.__version__}; one thread, as OMP_NUM_THREADS")
+    parts = re.split(r"^\d  ", text, flags=re.M)
+    assert len(parts) == 6
+    _, exact, trained, surprises, times, onwards = parts
+    assert all(float(off) < 1e-12 for off in re.findall(r"\d\.\de[+-]\d\d", exact))
+    assert "10 of 10 uses of parameters by rules" in exact
+    accuracies = [float(found) for found in re.findall(r"(\d+\.\d)%", trained)]
+    assert len(accuracies) == 2
+    assert accuracies[-1] > 80
+    assert "One digit moves the sum by 1 at most" in trained
+    assert len(re.findall(r"a \d, seen as \d", surprises)) == 10
+    norms = [float(found) for found in re.findall(r"  norm (\d+\.\d)", surprises)]
+    assert len(norms) == 10
+    assert norms == sorted(norms, reverse=True)
+    assert len(re.findall(r"\d ms *\d+\.\d x", times)) == 8
+    for path in re.findall(r"(?:docs|notebooks)[\w/.]*", onwards):
+        assert (ROOT / path).exists(), path
+
+
+def test_the_demo_ends_quietly_when_nobody_reads_on() -> None:
+    pytest.importorskip("sklearn")
+    command = f"{shlex.quote(sys.executable)} -m psgrad | head -n 1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=ROOT)
+    assert done.stderr == ""
+    assert done.stdout.startswith("psgrad ")
+    assert len(done.stdout.splitlines()) == 1
 
 
 @pytest.mark.parametrize("argument", ["--epochs", "faster"])
@@ -43,7 +89,131 @@ def test_the_demo_refuses_what_it_does_not_know(argument: str, capsys: pytest.Ca
     assert shown.err == f"usage: python -m psgrad [-h]\npython -m psgrad: error: unrecognized arguments: {argument}\n"
 
 
-# ---- the source distribution -----------------------------------------------------------------------------
+# ---- what help says ---------------------------------------------------------------------------------------
+
+
+def test_help_is_a_map_of_all_public_names() -> None:
+    assert psgrad.__doc__ is not None
+    words = set(re.findall(r"\w+", psgrad.__doc__))
+    assert set(psgrad.__all__) <= words
+    assert all(hasattr(psgrad, name) for name in psgrad.__all__)
+    text = pydoc.plain(pydoc.render_doc(psgrad))
+    assert "A map of the library:" in text
+    assert re.search(r"VERSION\s+" + re.escape(psgrad.__version__), text)
+
+
+def test_every_public_function_and_class_has_help() -> None:
+    for name in psgrad.__all__:
+        assert inspect.getdoc(getattr(psgrad, name)), name
+
+
+# ---- the version ------------------------------------------------------------------------------------------
+
+
+def test_changelog_and_citation_have_the_version() -> None:
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    versions = re.findall(r"^## \[(.+?)\]", changes, re.M)
+    assert versions[:2] == ["Unreleased", psgrad.__version__]
+    assert re.search(rf"^## \[{re.escape(psgrad.__version__)}\] - \d{{4}}-\d\d-\d\d$", changes, re.M)
+    assert f"version: {psgrad.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+# ---- wheel and source distribution -------------------------------------------------------------------------
+
+
+BUILD = "import sys; from hatchling import build; print(getattr(build, sys.argv[1])(sys.argv[2]))"
+
+
+def built(what: str, root: Path, target: Path) -> Path:
+    """A wheel or a source distribution of what is at `root`, as installers have the backend build it."""
+    command = [sys.executable, "-c", BUILD, f"build_{what}", str(target)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, check=False)
+    assert done.returncode == 0, done.stderr
+    return target / done.stdout.split()[-1]
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    pytest.importorskip("hatchling")
+    target = tmp_path_factory.mktemp("dist")
+    return built("wheel", ROOT, target), built("sdist", ROOT, target)
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(distributions: tuple[Path, Path]) -> None:
+    wheel, _ = distributions
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        info = f"psgrad-{psgrad.__version__}.dist-info"
+        metadata = email.message_from_bytes(archive.read(f"{info}/METADATA"))
+    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "psgrad").rglob("*.py")}
+    assert {name for name in names if not name.startswith(info)} == sources | {"psgrad/py.typed"}
+    assert metadata["Version"] == psgrad.__version__
+    assert metadata["Requires-Python"] == ">=3.11"
+    assert set(metadata.get_all("Provides-Extra") or ()) == {"demo", "progress", "notebooks", "docs", "dev", "bench"}
+    assert f"{info}/licenses/LICENSE" in names
+
+
+def test_the_source_distribution_gives_the_same_wheel(distributions: tuple[Path, Path], tmp_path: Path) -> None:
+    wheel, source = distributions
+    with tarfile.open(source) as archive:
+        archive.extractall(tmp_path, filter="data")
+    again = built("wheel", tmp_path / f"psgrad-{psgrad.__version__}", tmp_path)
+    with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(again) as other:
+        assert one.namelist() == other.namelist()
+        assert all(one.read(name) == other.read(name) for name in one.namelist())
+
+
+STRANGER = """
+import importlib.metadata
+import pathlib
+import sys
+import torch
+import psgrad
+
+assert pathlib.Path(psgrad.__file__).is_relative_to(sys.prefix), psgrad.__file__
+assert importlib.metadata.version("psgrad") == psgrad.__version__
+model = torch.nn.Linear(4, 3)
+fn, params = psgrad.from_module(model, torch.nn.functional.cross_entropy)
+batch = torch.randn(5, 4), torch.zeros(5, dtype=torch.long)
+step = psgrad.clipped_grad(fn, params, batch, 1.0)
+print(psgrad.verify(fn, params, batch).how, step.count)
+"""
+
+
+def test_the_wheel_works_in_an_environment_of_its_own(distributions: tuple[Path, Path], tmp_path: Path) -> None:
+    """Which has the packages that psgrad asks for, and neither this directory nor the psgrad that is installed."""
+    venv.create(tmp_path / "env", with_pip=False, symlinks=True)
+    python = tmp_path / "env" / "bin" / "python"
+    (home,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
+    (home / "others.pth").write_text(f"{Path(torch.__file__).parent.parent}\n")
+    options = ["--no-deps", "--no-index", "--quiet", "--disable-pip-version-check"]
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", *options, str(distributions[0])]
+    others = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}  # make sets some
+    subprocess.run(pip, check=True, capture_output=True, cwd=tmp_path, env=others)
+
+    def ran(*arguments: str) -> str:
+        done = subprocess.run([python, "-I", *arguments], capture_output=True, text=True, cwd=tmp_path, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert ran("-c", STRANGER) == "2 of 2 uses of parameters by rules 5\n"
+    assert ran("-m", "psgrad", "--help").startswith("usage: python -m psgrad")
+
+
+def test_every_extra_can_be_installed_as_pinned() -> None:
+    """What an extra asks for is among the versions that the tests ran on."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
+    asked = {"psgrad": project["dependencies"]} | project["optional-dependencies"]
+    for extra, requirements in asked.items():
+        for text in requirements:
+            wanted = Requirement(text)
+            if wanted.name == "psgrad":
+                assert wanted.extras <= set(asked), extra
+            else:
+                version = pinned[canonicalize_name(wanted.name)]
+                assert wanted.specifier.contains(version), (extra, text)
 
 
 def used_by_tests() -> set[str]:
