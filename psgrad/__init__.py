@@ -27,6 +27,8 @@ A map of the library:
                                         each quantity; a VerificationError names what differs
                      explain            what a call will do with every parameter: Report
 
+    again and again  compile            a quantity of one function as a graph: Compiled, with its CacheInfo
+
     going on         use_rules, ops     the rules inside vmap(grad(f)), jacrev, hessian of your own
                      extend             rules for ops of your own; rules holds those of the package
                      testing            the oracle, and checks against it
@@ -41,6 +43,7 @@ its like say the rest. `python -m psgrad` is a demo.
 """
 
 from . import extend, ops, rules, testing
+from .compilation.compiled import CacheInfo, Compiled, compile
 from .composable import use_rules
 from .errors import (
     ArgumentError,
@@ -69,8 +72,10 @@ __version__ = "0.2.0"
 __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
+    "CacheInfo",
     "ClippedGrad",
     "Comparison",
+    "Compiled",
     "FactoredGrads",
     "FallbackWarning",
     "GradStats",
@@ -82,6 +87,7 @@ __all__ = [
     "Verification",
     "VerificationError",
     "clipped_grad",
+    "compile",
     "concat",
     "explain",
     "extend",

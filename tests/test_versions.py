@@ -15,7 +15,11 @@ from torch.utils import checkpoint
 from psgrad.torch_ import versions as _versions
 
 ROOT = Path(__file__).resolve().parent.parent
-LISTED = {f"{home}.{name}" for home, names in _versions.PRIVATE.items() for name in re.split(r"[ |]", names)}
+LISTED = {
+    f"{home}.{name}"
+    for home, names in [*_versions.PRIVATE.items(), *_versions.COMPILER.items()]
+    for name in re.split(r"[ |]", names)
+}
 
 
 def _targets(tree: ast.AST) -> dict[str, str]:

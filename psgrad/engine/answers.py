@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..torch_ import checkpoints, levels
+from ..factors import assumptions
+from ..torch_ import checkpoints, levels, tracing
 from .signals import NeedsLoop, Rerun, split_by_rows
 
 if TYPE_CHECKING:
@@ -20,11 +21,28 @@ _ENGINE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 def answer(mode: "Mode", call: "TorchCall") -> Any:
     """A Python value from a batched tensor, where all samples give the same."""
-    func, t = call.func, call.args[0]
+    t = call.args[0]
     if not mode.is_innermost or not levels.is_batched(t, mode.level):
         return call.run()
     rows = levels.lower(t, mode.n, mode.level).detach()
-    flat = rows.reshape(mode.n, -1)
+    if assumptions.are_noted():
+        return _answer_to_stay(mode, call, rows)
+    return _answer(mode, call, rows)
+
+
+def _answer_to_stay(mode: "Mode", call: "TorchCall", rows: Tensor) -> Any:
+    """The same while ops are recorded: a graph is good for samples that give the same answer."""
+    with tracing.unrecorded():
+        found, value = _answer(mode, call, rows), rows[:1].clone()
+    if call.func in _TRUTHS:
+        assumptions.assume((rows != 0) == found)
+    else:
+        assumptions.assume((rows == value) | (rows.isnan() & value.isnan()))
+    return found
+
+
+def _answer(mode: "Mode", call: "TorchCall", rows: Tensor) -> Any:
+    func, flat = call.func, rows.reshape(mode.n, -1)
     if func in _TRUTHS:
         split_by_rows(flat != 0)
     elif func is torch.Tensor.__int__ and flat.is_floating_point():

@@ -7,14 +7,15 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
-from ..factors import costs, huge_pages
-from ..factors.base import Factor, NormMemo
+from ..factors import assumptions, costs, huge_pages
+from ..factors.base import Factor, NormMemo, without_zero_weights
 from ..factors.dense import Dense
 from ..factors.numerics import wide
 from ..factors.pullback import Pullback, pull_rows, pull_sums
 from ..factors.region import Region
 from ..factors.sum import Placement, Sum, as_stored, sum_of
 from ..registry.params import Param, Source
+from ..torch_ import tracing
 from ..torch_.autograd import in_full_precision
 
 
@@ -270,7 +271,10 @@ class SumCollector(Collector):
         # the samples whose weight is not 0; the others are left out, as 0 times a NaN would be NaN. None: all
         self.counted: Tensor | None = None
         self.weighs_factors = False  # weights far from 1 do not go through the backward, where they leave its range
-        if seed is not None and not seed.is_meta and seed.numel():
+        self.seed = seed if tracing.is_recorded() else None  # whose zeros nobody has looked at
+        if self.seed is not None:
+            self.weighs_factors = True
+        elif seed is not None and not seed.is_meta and seed.numel():
             low, high = map(float, seed.abs().aminmax())
             if low == 0:
                 self.counted = seed.nonzero()[:, 0]
@@ -280,6 +284,8 @@ class SumCollector(Collector):
     @in_full_precision
     def _sum(self, factor: Factor) -> Tensor | None:
         if self.counted is None:
+            if self.seed is not None and not assumptions.are_noted():
+                factor = without_zero_weights(factor, self.seed)
             return factor.weighted_sum(self.weights)
         w = None if self.weights is None else self.weights[self.counted]
         return factor.select(self.counted).weighted_sum(w) if len(self.counted) else None
@@ -322,4 +328,7 @@ class SumCollector(Collector):
 
     def result(self) -> list[Tensor | None]:
         """The sums; None where nothing came."""
+        if self.seed is not None and assumptions.are_noted():
+            for total in self.sums.values():
+                assumptions.assume_no_zero_met_nan(self.seed, total)
         return [self.sums.get(i) for i in range(len(self.params))]

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..factors.assumptions import are_noted, decide
 from ..torch_ import levels
 from ..torch_.tracing import can_look
 from .signals import NeedsLoop
@@ -100,7 +101,9 @@ def _is_out_of_range(indices: Any, size: int, least: int = 0) -> bool:
     if not isinstance(indices, Tensor) or indices.numel() == 0:
         return False
     indices = levels.plain(indices)
-    return can_look(indices) and bool(((indices < least) | (indices >= size)).any())
+    if not (can_look(indices) or are_noted()):
+        return False
+    return decide(lambda: ((indices < least) | (indices >= size)).any())
 
 
 def _misses(differs: Differs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

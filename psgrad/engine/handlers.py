@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import PsgradError, is_out_of_memory, name_of, place, reason_of
+from ..factors import assumptions
 from ..torch_ import levels, operators
 from ..torch_.functions import (
     ANSWERS,
@@ -43,7 +44,7 @@ from .control_flow import body_of
 from .draws import RANDOM, draws
 from .of_params import run_once
 from .rule_call import run_rule
-from .signals import NeedsLoop
+from .signals import NeedsLoop, Unrecordable
 from .writes import check_write, note_view, own_statistics, put, with_sample_axis
 
 if TYPE_CHECKING:
@@ -88,6 +89,8 @@ def refuse_outdated(mode: "Mode", call: "TorchCall") -> Any:
 def draw(mode: "Mode", call: "TorchCall") -> Any:
     """A function that draws random numbers: from the run's own generators alone."""
     if mode.recomputing or not draws(call.func, call.args, call.kwargs):
+        if mode.recomputing and assumptions.are_noted():
+            raise Unrecordable("a checkpoint draws its random numbers again")
         return NotImplemented
     mode.draws.before(call.kwargs.get("generator"))
     try:

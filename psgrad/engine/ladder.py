@@ -24,6 +24,7 @@ from ..errors import (
     place_of,
     reason_of,
 )
+from ..factors import assumptions
 from ..torch_.compiler import CompilerLoaded, eagerly, is_loaded
 from ..torch_.storage import version_of, versions_of
 from .batched import Outcome, run_together, seen_grad
@@ -31,7 +32,7 @@ from .checkpoint import Following
 from .collectors import Collector, SumCollector
 from .held import HELD, Holding, OwnParameters, again, recorded
 from .problem import Problem, Sampled, generators, rewind
-from .signals import Diverged, NeedsLoop, SampleWritten
+from .signals import Diverged, NeedsLoop, SampleWritten, Unrecordable
 
 C = TypeVar("C", bound=Collector)
 Make = Callable[[Problem], C]  # a collector for the samples of a problem
@@ -98,6 +99,9 @@ def collect(problem: Problem, make: Make[C], *, quiet: bool = False, on_copies: 
     `quiet` keeps fallbacks to itself; `on_copies`: `fn` changes its sample in place, so each attempt gets a copy.
     """
     found = _attempt(problem, make(problem), on_copies)
+    if assumptions.are_noted() and not isinstance(found, Group) and not found.writes:
+        what = "samples part ways" if found.groups else f"samples run one by one ({found.why})"
+        raise Unrecordable(f"{what} at {found.where}")
     if isinstance(found, Group):
         if found.outcome.looped and not quiet:
             _warn(

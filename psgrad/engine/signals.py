@@ -36,6 +36,14 @@ class NeedsLoop(Signal):
         self.why = why
 
 
+class Unrecordable(Signal):
+    """The ops of this call cannot be recorded as a graph that is good for other values."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.why = why
+
+
 def split_by_rows(rows: Tensor) -> None:
     """Raise Diverged where the rows (N, ...) are not all equal."""
     if not bool(((rows == rows[:1]) | (rows.isnan() & rows[:1].isnan())).all()):

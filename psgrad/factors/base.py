@@ -7,14 +7,14 @@ samples at a time, so that a new type has every quantity from the start and over
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import fields
-from math import prod
+from math import inf, prod
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..torch_ import tracing
-from . import costs
+from . import assumptions, costs
 from .numerics import (
     SMALL_NORMS,
     cast,
@@ -133,6 +133,10 @@ class Factor:
 
     def rooted(self, squares: Tensor, least: Tensor) -> Tensor:
         """Norms from their squares; where these are not above `least`, or not finite, from written gradients."""
+        if assumptions.are_noted():
+            is_sure, zero = (squares > least) & (squares < inf), self.vanishing()
+            assumptions.assume(is_sure if zero is None else is_sure | zero)
+            return squares.clamp(min=0).sqrt_()
         if tracing.is_recorded():  # while ops are recorded we may not branch on values
             return Factor.norms(self)
         norms = squares.clamp(min=0).sqrt_()
@@ -217,6 +221,12 @@ class Factor:
     def rows_at(self, index: Tensor) -> "Factor | None":
         """The factor of some rows of the parameter; None: only from the gradients written out."""
         return None
+
+
+def without_zero_weights(factor: F, w: Tensor) -> F:
+    """The same with zeros for samples of weight 0, whose gradients may not be finite: without a look at the weights."""
+    counts = w != 0
+    return factor.each(lambda t: t.where(counts.to(t.device).view(-1, *[1] * (t.dim() - 1)), 0))
 
 
 _FIELDS: dict[type, tuple[str, ...]] = {}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..torch_ import tracing
-from . import costs, huge_pages
+from . import assumptions, costs, huge_pages
 from .base import Factor, NormMemo
 from .numerics import cast, lost_below, norms_of, scaled, vanishing, wide_norms, widened, widest
 
@@ -136,14 +136,15 @@ class Outer(Factor):
 
     def squared_deviations(self, mean: Tensor) -> Tensor:
         own = self._plain
-        if own.x.dim() > 2 or own.x.device.type == "mps" or not tracing.can_look(own.x):  # mps has no float64
+        can_look = tracing.can_look(own.x) or assumptions.are_noted()
+        if own.x.dim() > 2 or own.x.device.type == "mps" or not can_look:  # mps has no float64
             return super().squared_deviations(mean)
         x, g, m = own.x.double(), own.g.double(), mean.double()  # float64 for the differences
         moments = g.square().mT @ x.square()
         squares = moments - 2 * m * (g.mT @ x) + len(x) * m.square()
         # where gradients hardly differ no digits are left of the difference; of float32 numbers some are
         enough = 1e-8 if own.dtype is not torch.float64 else 1e-4
-        if bool((squares <= enough * moments).logical_and_(moments > 0).any()):
+        if assumptions.decide(lambda: (squares <= enough * moments).logical_and(moments > 0).any()):
             return super().squared_deviations(mean)
         return squares.to(mean.dtype)
 

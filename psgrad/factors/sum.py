@@ -266,12 +266,13 @@ def _are_disjoint(regions: list[Region], shape: torch.Size, like: Factor) -> boo
     ordered = sorted(regions, key=lambda r: r.offset)
     if all(a.last < b.offset for a, b in pairwise(ordered)):
         return True
-    if not tracing.can_look(like.tensors()[0]):  # take them for parts that overlap
+    if like.tensors()[0].is_meta or tracing.is_faking():  # take them for parts that overlap
         return False
-    taken = like.tensors()[0].new_zeros(prod(shape), dtype=torch.bool)
-    for region in regions:
-        part = region.of(taken)
-        if bool(part.any()):
-            return False
-        part.fill_(True)
+    with tracing.unrecorded():  # places, not values: these are the same whenever a graph runs
+        taken = torch.zeros(prod(shape), dtype=torch.bool)
+        for region in regions:
+            part = region.of(taken)
+            if bool(part.any()):
+                return False
+            part.fill_(True)
     return True

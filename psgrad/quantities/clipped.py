@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ..annotations import Nonfinite, P, Randomness
 from ..engine.validate import validated
-from ..streaming.stream import counted, refuse_inside_transforms, stream, tree_of_sums
+from ..streaming.stream import Counted, counted, refuse_inside_transforms, stream, tree_of_sums
+from ..torch_ import tracing
 from ..torch_.compiler import uncompiled
 from .clipping import (
     ClippedGrad,
@@ -137,7 +138,7 @@ def clipped_grad(
     bounds = bounds_of(max_norm, params, len(problem.params))
     there = counted(problem, valid)
     problem = there.problem
-    clip = Clip(bounds.each, bounds.group, nonfinite)
+    clip = Clip(bounds.each, bounds.group, nonfinite, there)
     found, outcome = stream(
         KeptSums(clip),
         problem,
@@ -153,7 +154,7 @@ def clipped_grad(
         tree_of_sums(problem, found.totals),
         norms[0] if bounds.spec is None else optree.tree_unflatten(bounds.spec, norms),
         there.among_zeros(outcome.values),
-        problem.n - clip.left_out,
+        there.count - clip.left_out,
         bounds.sensitivity,
     )
     return there.with_aux(result, outcome)
@@ -162,11 +163,11 @@ def clipped_grad(
 class Clip(Weigh):
     """So that norms are at most the bounds, each for the parameters under it."""
 
-    def __init__(self, bounds: list[Any], group: list[int], nonfinite: str) -> None:
-        self.bounds, self.group, self.nonfinite = bounds, group, nonfinite
+    def __init__(self, bounds: list[Any], group: list[int], nonfinite: str, there: Counted) -> None:
+        self.bounds, self.group, self.nonfinite, self.there = bounds, group, nonfinite, there
         self.per_param = len(bounds) > 1
         self.good = True  # all norms so far are finite
-        self.left_out = 0  # samples that are not, and count as zeros
+        self.left_out: Any = 0  # samples that are not, and count as zeros; a tensor while ops are recorded
 
     def __call__(self, norms: list[Tensor], count: int) -> tuple[list[Tensor], Weights]:
         if self.per_param:
@@ -175,7 +176,11 @@ class Clip(Weigh):
         if finite is not None:
             self.good = False
             if self.nonfinite == "zero":
-                self.left_out += int((~finite).sum())
-        weights = [clip_weights(t, bound, finite, self.nonfinite) for t, bound in zip(norms, self.bounds, strict=True)]
+                left_out = (~finite).sum()
+                self.left_out += left_out if tracing.is_recorded() else int(left_out)
+        weights = [
+            self.there.weighed(clip_weights(t, bound, finite, self.nonfinite))
+            for t, bound in zip(norms, self.bounds, strict=True)
+        ]
         skips = finite is None or self.nonfinite == "propagate"
         return norms, Weights([weights[k] for k in self.group[:count]], skips)

@@ -12,6 +12,7 @@ from .. import display
 from ..annotations import Norms, P
 from ..engine.problem import paths
 from ..errors import ArgumentError, ArgumentTypeError
+from ..factors import assumptions
 from ..factors.numerics import norm_of_norms
 from ..torch_ import tracing
 
@@ -120,10 +121,14 @@ def clip_weights(norms: Tensor, max_norm: Any, finite: Tensor | None, nonfinite:
 
 def finite_of(norms: Sequence[Tensor], nonfinite: str) -> Tensor | None:
     """Which samples have norms (N,) that are all finite; None: every one."""
+    if assumptions.are_noted() and nonfinite != "propagate":
+        for t in norms:
+            assumptions.assume(t.sum().isfinite())
+        return None
     if tracing.can_look(norms[0]):
         if all([math.isfinite(t.sum()) for t in norms]):  # noqa: C419, a third less
             return None
-    elif nonfinite != "propagate":
+    elif nonfinite == "raise" or (nonfinite == "zero" and norms[0].is_meta):
         why, where = "and ops are being recorded", "under make_fx and its like"
         if norms[0].is_meta:
             why, where = "which meta tensors do not have", "for shapes alone"

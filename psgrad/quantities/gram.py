@@ -12,8 +12,19 @@ from ..engine.batched import Outcome
 from ..engine.ladder import collect, differentiating, generators_kept
 from ..engine.problem import Problem, generators, rewind
 from ..engine.validate import validated
+from ..factors import assumptions
 from ..streaming.progress import Bar
-from ..streaming.stream import Quantity, Run, chunks, counted, dtype_of, joined, plan, refuse_inside_transforms
+from ..streaming.stream import (
+    Quantity,
+    Run,
+    chunks,
+    counted,
+    dtype_of,
+    joined,
+    plan,
+    refuse_inside_transforms,
+    refuse_recording,
+)
 from ..torch_.compiler import uncompiled
 from .factored import FactoredGrads, factored_chunk
 
@@ -164,6 +175,9 @@ def _crossed(problem: Problem, second: Problem | None, step: int, bar: Bar | Non
         left, outcome = factored(rows[0])
         right = left if second is None else factored(columns[0])[0]
         return right.dots(left).mT.contiguous(), [outcome]  # dots gives the transpose of what it made: nothing to copy
+
+    if assumptions.are_noted():
+        refuse_recording("gram in chunks, which run more than once")
 
     def again(k: int) -> tuple[FactoredGrads, Outcome]:
         if k not in states:

@@ -12,7 +12,17 @@ from ..annotations import P, Randomness
 from ..engine.batched import Outcome
 from ..engine.problem import Problem
 from ..engine.validate import validated
-from ..streaming.stream import Quantity, Run, counted, dtype_of, metas, refuse_inside_transforms, stream, tree_of_sums
+from ..streaming.stream import (
+    Quantity,
+    Run,
+    counted,
+    dtype_of,
+    metas,
+    refuse_inside_transforms,
+    refuse_recording,
+    stream,
+    tree_of_sums,
+)
 from ..torch_.compiler import uncompiled
 from .factored import factored_chunk
 
@@ -158,6 +168,8 @@ def grad_stats(
         fn, params, batch, in_dims=in_dims, randomness=randomness, has_aux=has_aux, save_memory=max_bytes is not None
     )
     there = counted(problem, valid)
+    if there.mask is not None:
+        refuse_recording("grad_stats of the samples that are valid")
     problem = there.problem
     shown = "grad_stats" if progress else None
     found, outcome = stream(Moments(), problem, chunk_size=chunk_size, max_bytes=max_bytes, progress=shown)

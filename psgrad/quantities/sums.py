@@ -14,6 +14,7 @@ from ..engine.ladder import differentiating, join
 from ..engine.problem import Problem
 from ..engine.validate import validated
 from ..errors import ArgumentError, ArgumentTypeError
+from ..factors import assumptions
 from ..streaming.blocks import Block, add_sums, gathered, norms_of_block, norms_of_param
 from ..streaming.stream import (
     Counted,
@@ -31,6 +32,7 @@ from ..streaming.stream import (
     stream,
     tree_of_sums,
 )
+from ..torch_ import tracing
 from ..torch_.compiler import uncompiled
 from .norms import norms_of_chunk
 
@@ -142,7 +144,9 @@ def _checked_weights(weights: Any, there: Counted) -> Tensor:
     if not w.is_floating_point():  # booleans, counts
         w = w.to(dtype_of(problem))
     w = w if index is None else w[index.to(w.device)]
-    if not w.is_meta and not bool(w.isfinite().all()):
+    w = there.weighed(w)
+    can_look = tracing.can_look(w) or assumptions.are_noted()
+    if can_look and not assumptions.decide(lambda: w.isfinite().all()):
         bad = (~w.isfinite()).nonzero()[:, 0]
         shown = ", ".join(map(str, (bad if index is None else index.to(bad.device)[bad]).tolist()[:10]))
         raise ArgumentError(f"weights are not finite for samples {shown}\n  give 0 to leave a sample out.")

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import UnsupportedOpError, place
+from ..factors.assumptions import decide
 from ..factors.base import Factor
 from ..factors.numerics import as_rows
 from ..factors.rows import Rows
@@ -124,7 +125,7 @@ def _check(bags: Bags, offsets: Tensor, index: Tensor) -> None:
     if type(offsets) is Tensor and offsets.device.type == "cpu":
         last, end = offsets[:, -1], index.shape[1]
         ends = last == end if bags.include_last else last <= end
-        if not bool((offsets[:, 0] == 0).all() and (offsets.diff() >= 0).all() and ends.all()):
+        if not decide(lambda: (offsets[:, 0] == 0).all() & (offsets.diff() >= 0).all() & ends.all()):
             raise RuntimeError("offsets that do not divide the indices into bags")
 
 

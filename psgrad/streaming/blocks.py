@@ -7,9 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..factors.base import NormMemo
+from ..factors import assumptions
+from ..factors.base import NormMemo, without_zero_weights
 from ..factors.numerics import cast, norm_of_norms, wide
 from ..factors.sum import Sum
+from ..torch_ import tracing
 from ..torch_.autograd import full_precision, in_full_precision
 
 
@@ -122,11 +124,15 @@ def add_sums(
                 own = own.select(there) if len(there) else None
             if own is None:
                 continue
+            if w is not None and not skip_zero_check and tracing.is_recorded() and not assumptions.are_noted():
+                own = without_zero_weights(own, w)
             total = totals[i]
             if total is None:
-                totals[i] = own.weighted_sum(w)
+                totals[i] = total = own.weighted_sum(w)
             else:
                 own.add_weighted(total, w)
+            if w is not None and not skip_zero_check and assumptions.are_noted():
+                assumptions.assume_no_zero_met_nan(w, total)
 
 
 def _freed(own: Sum | None) -> tuple[bool, int]:
@@ -137,7 +143,7 @@ def _freed(own: Sum | None) -> tuple[bool, int]:
 def _nonzero(w: Tensor, index: Tensor | None, skip_zero_check: bool) -> tuple[Tensor, Tensor | None]:
     """The weights of a block's samples; where some are 0, those of the others, and which they are."""
     w = w if index is None else w[index]
-    if skip_zero_check or w.is_meta or not bool((w == 0).any()):
+    if skip_zero_check or w.is_meta or tracing.is_recorded() or not bool((w == 0).any()):
         return w, None
     there = w.nonzero()[:, 0]
     return w[there], there

@@ -5,6 +5,7 @@ quantities share, finds a chunk size that keeps `max_bytes`, and folds.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import optree
@@ -16,10 +17,12 @@ from ..engine.batched import Outcome
 from ..engine.collectors import FactorCollector
 from ..engine.ladder import Group, collect, differentiating, join
 from ..engine.problem import Problem, generators, rewind
+from ..engine.signals import Unrecordable
 from ..engine.validate import check_positive, is_nested
 from ..errors import ArgumentError
-from ..factors import costs
+from ..factors import assumptions, costs
 from ..factors.numerics import cast, widest
+from ..torch_ import tracing
 from . import budget
 from .blocks import Block, Meta
 from .progress import Bar
@@ -70,9 +73,25 @@ class Counted(NamedTuple):
     problem: Problem  # of these alone
     places: Tensor | None  # which they are; None: all
     n: int
+    mask: Tensor | None = None  # booleans (N,) where all samples run, and only some of them count
+
+    @property
+    def count(self) -> Any:
+        """How many they are: an int, or with a mask a tensor."""
+        return self.problem.n if self.mask is None else self.mask.sum()
+
+    def weighed(self, w: Tensor) -> Tensor:
+        """Weights (N,) of the samples that run, 0 for those that do not count."""
+        if self.mask is None:
+            return w
+        if len(w) != self.n:
+            refuse_recording("valid= in chunks")
+        return w.where(self.mask.to(w.device), 0)
 
     def among_zeros(self, t: Tensor) -> Tensor:
         """Rows of the samples that count among zeros for the others."""
+        if self.mask is not None:
+            return t.where(self.mask.to(t.device).view(-1, *[1] * (t.dim() - 1)), 0)
         if self.places is None:
             return t
         return t.new_zeros(self.n, *t.shape[1:]).index_copy_(0, self.places.to(t.device), t)
@@ -93,10 +112,21 @@ def counted(problem: Problem, valid: Any) -> Counted:
         raise ArgumentError(
             f"valid is {what}, not a tensor of booleans of shape ({problem.n},)\n  give one per sample."
         )
+    if tracing.is_recorded():
+        return _counted_by_mask(problem, valid)
     if bool(valid.all()):
         return Counted(problem, None, problem.n)
     index = valid.nonzero()[:, 0]
     return Counted(problem.rows(index), index, problem.n)
+
+
+def _counted_by_mask(problem: Problem, valid: Tensor) -> Counted:
+    """The same while ops are recorded, when nobody may ask how many count: the others run as copies of one."""
+    if assumptions.are_noted():
+        assumptions.assume(valid.any())
+    places = torch.arange(problem.n, device=valid.device)
+    index = places.where(valid, valid.to(torch.uint8).argmax())
+    return Counted(problem.rows(index), None, problem.n, valid)
 
 
 # ---- the fold --------------------------------------------------------------------------------------------
@@ -130,6 +160,8 @@ def fold(
     if progress is not None:
         with Bar(progress, problem.n * (2 if quantity.looks_first else 1)) as shown:
             return fold(quantity, problem, step, bar=shown)
+    if assumptions.are_noted() and (quantity.looks_first or (problem.randomness == "same" and step < problem.n)):
+        raise Unrecordable("random numbers would have to be drawn again")
     run = collect if bar is None else bar.watching(collect)
     state = quantity.start(problem, step)
     outcomes: list[Outcome] = []
@@ -182,7 +214,8 @@ def plan(
     bound = check_step(problem, chunk_size, max_bytes)
     if bound is None or problem.n == 0 or is_nested():
         return min(chunk_size or problem.n, problem.n)
-    found = budget.chunk_size(problem, bound, quantity)
+    with tracing.unrecorded() if tracing.is_recorded() else nullcontext():
+        found = budget.chunk_size(problem, bound, quantity)
     if isinstance(found, budget.TooLittle) and instead is None:
         raise found.error()
     return found
@@ -209,6 +242,13 @@ def check_step(problem: Problem, chunk_size: int | None, max_bytes: int | float 
     if chunk_size is not None and bound is not None:
         raise ArgumentError("chunk_size and max_bytes are both given\n  give one: max_bytes works out a chunk size.")
     return bound
+
+
+def refuse_recording(what: str) -> None:
+    """For what cannot be recorded as a graph."""
+    if assumptions.are_noted():
+        raise Unrecordable(what)
+    raise ArgumentError(f"{what} cannot be recorded as a graph\n  call it outside of make_fx and torch.compile.")
 
 
 def refuse_inside_transforms(name: str) -> None:

@@ -1,6 +1,7 @@
 """Whether tensors have values, and whether ops are being recorded: what may be decided by looking at numbers."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch._subclasses.fake_tensor import (
 from torch._subclasses.fake_tensor import (
     FakeTensorMode as FakeTensorMode,
 )
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 NO_VALUES = (DataDependentOutputException, DynamicOutputShapeException)  # a fake tensor is asked for what it has not
@@ -24,6 +26,11 @@ _FAKE: Any = torch._C._TorchDispatchModeKey.FAKE
 def is_recorded() -> bool:
     """Whether ops are being recorded, as by make_fx: then we may not branch on values."""
     return torch._C._get_dispatch_mode(_PROXY) is not None
+
+
+def unrecorded() -> AbstractContextManager[Any]:
+    """Inside, nothing is recorded: tensors that are being recorded have their values there."""
+    return disable_proxy_modes_tracing()
 
 
 def can_look(t: Tensor) -> bool:

@@ -35,14 +35,21 @@ PRIVATE: Mapping[str, str] = {  # names by their module; of alternatives (a|b) o
     "torch._ops": "HigherOrderOperator OpOverload OpOverloadPacket",
     "torch._subclasses.fake_tensor": "DataDependentOutputException DynamicOutputShapeException FakeTensorMode",
     "torch.autograd": "Variable._execution_engine.run_backward",
+    "torch.fx.experimental.proxy_tensor": "disable_proxy_modes_tracing",
     "torch.utils._python_dispatch": "TorchDispatchMode",
     "torch.utils.checkpoint": "_CheckpointFrame _CheckpointFrame.save_inputs|_NoopSaveInputs",
 }
 
+COMPILER: Mapping[str, str] = {  # the same of torch's compiler, which takes a second to load: checked when it is used
+    "torch._inductor.compile_fx": "compile_fx",
+    "torch._inductor": "config",
+    "torch._inductor.cpp_builder": "get_cpp_compiler",
+}
 
-def _gone() -> Iterator[str]:
-    """The names in `PRIVATE` that this torch does not have."""
-    for module, names in PRIVATE.items():
+
+def _gone(listed: Mapping[str, str]) -> Iterator[str]:
+    """The names in a list that this torch does not have."""
+    for module, names in listed.items():
         try:
             home = import_module(module)
         except ImportError:
@@ -61,8 +68,9 @@ def _has(home: object, name: str) -> bool:
     return True
 
 
-def _check() -> None:
-    if gone := list(_gone()):
+def check(listed: Mapping[str, str]) -> None:
+    """Raise where a name in a list is gone."""
+    if gone := list(_gone(listed)):
         raise ImportError(
             f"psgrad needs {', '.join(gone)}, which torch {torch.__version__} does not have\n"
             f"  psgrad was tested with torch {TESTED[0]} to {TESTED[1]}\n"
@@ -70,4 +78,4 @@ def _check() -> None:
         )
 
 
-_check()
+check(PRIVATE)

@@ -1,0 +1,377 @@
+"""psgrad.compile: the same quantity of the same function, again and again, from a graph of its ops."""
+
+import inspect
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import optree
+from torch import Tensor
+
+from ..engine.signals import Signal, Unrecordable
+from ..engine.validate import is_nested
+from ..errors import ArgumentError, ArgumentTypeError, FallbackWarning, PsgradError, is_out_of_memory
+from ..quantities.clipped import clipped_grad
+from ..quantities.clipping import ClippedGrad, bounds_of
+from ..quantities.factored import factored_grads
+from ..quantities.grads import per_sample_grads
+from ..quantities.gram import gram
+from ..quantities.norms import per_sample_norms
+from ..quantities.stats import grad_stats
+from ..quantities.sums import weighted_grad
+from ..torch_ import graphs, tracing
+from ..torch_.compiler import uncompiled
+from .recording import Backend, Recording, record
+from .sizes import SIZINGS, padded_size
+from .surroundings import Surroundings
+
+_BACKENDS = ("auto", "inductor", "replay")
+_QUANTITIES = (
+    per_sample_grads,
+    per_sample_norms,
+    clipped_grad,
+    weighted_grad,
+    gram,
+    grad_stats,
+    factored_grads,
+)
+_SIGNATURES = 64  # whose graphs are kept
+_VARIANTS = 4  # graphs of one signature, for samples that decide otherwise
+_STRIKES = 8  # so many calls in a row that no graph is good for, and the signature is given up
+_WORLDS = 8  # surroundings that are remembered: training and evaluation, say
+
+
+class CacheInfo(NamedTuple):
+    """What a compiled quantity has done so far.
+
+    Attributes:
+        hits: calls that a graph has answered.
+        misses: calls that ran eagerly after all: an assumption did not hold, or there is no graph for them.
+        graphs: how many there are.
+        backends: of each graph, which backend runs it.
+        seconds: spent on recording and compiling.
+    """
+
+    hits: int
+    misses: int
+    graphs: int
+    backends: tuple[str, ...]
+    seconds: float
+
+
+@uncompiled
+def compile(
+    quantity: Callable[..., Any], fn: Callable[..., Any], *, backend: Backend = "auto", **options: Any
+) -> "Compiled":
+    """`quantity` of `fn` as a function that is recorded once and then run without Python: fast for small models.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+    >>> fn, params = psgrad.from_module(model, torch.nn.functional.cross_entropy)
+    >>> step = psgrad.compile(psgrad.clipped_grad, fn, backend="replay", max_norm=1.0)
+    >>> for _ in range(3):
+    ...     found = step(params, (torch.randn(16, 4), torch.randint(3, (16,))))
+    >>> found.grad["0.weight"].shape, found.count, step.cache_info().hits
+    (torch.Size([8, 4]), 16, 3)
+
+    The first call with arguments of some shapes records the ops of the engine, rules and all, as a graph; later
+    calls run the graph. The result is the eager call's, of the same type, up to rounding.
+
+    - Params, batch, and the tensors that `fn` closes over are read anew at every call. Where something else that
+      `fn` reads has changed (another buffer, `model.eval()`, a number in its closure) there is another graph.
+    - What the eager engine decides by looking at values (all gradients are finite, samples agree on a branch, no
+      digits were lost) the graph assumes. It returns whether that holds, which is looked at once after the run;
+      where it does not, the call runs eagerly.
+    - Batches of another size run on the next larger graph, filled up with copies of a sample that do not count;
+      not those of `grad_stats`, `factored_grads`, or weights that are a function of the norms.
+    - Dropout draws anew at every call, and repeats under `torch.manual_seed`.
+    - Python runs once: `print` in `fn`, and numbers from `random` or NumPy, are those of the recording. Where `fn`
+      draws from these two it is not recorded but runs eagerly.
+    - What cannot be recorded (samples that part ways at a branch, a loop over samples) runs eagerly, with a
+      `FallbackWarning` that says why.
+
+    Args:
+        quantity: `psgrad.per_sample_grads`, `per_sample_norms`, `clipped_grad`, `weighted_grad`, `gram`, `grad_stats`
+            or `factored_grads`.
+        fn: as for the quantity.
+        backend: "replay" runs the graph op by op, without a compiler; "inductor" compiles it, which takes 3 to 50 s
+            for each graph; "auto" does both where there is a compiler and the graph is not too large, measures, and
+            keeps the faster.
+        options: of the quantity, for every call; all but `out` and `progress`.
+
+    Returns:
+        A callable of `(params, batch)` and of further arguments of the quantity (`weights`, `valid=`), which has
+        `cache_info()` and `clear()`.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: `quantity` is none of these, or an option does not fit.
+    """
+    if quantity not in _QUANTITIES:
+        name = getattr(quantity, "__name__", repr(quantity))
+        known = ", ".join(f"psgrad.{each.__name__}" for each in _QUANTITIES)
+        raise ArgumentTypeError(f"{name} is not a quantity that can be compiled\n  give one of {known}.")
+    if not callable(fn):
+        raise ArgumentTypeError(f"fn is a {type(fn).__name__}, not a function\n  give fn(params, sample) -> loss.")
+    if backend not in _BACKENDS:
+        raise ArgumentError(f'backend={backend!r} is not one of "auto", "inductor", "replay"\n  say one of them.')
+    _refuse_options(options)
+    if backend == "inductor" and (why := graphs.missing_compiler()) is not None:
+        raise ArgumentError(f'backend="inductor" compiles C++, but {why}\n  install one, or say backend="replay".')
+    return Compiled(quantity, fn, backend, options)
+
+
+def _refuse_options(options: dict[str, Any]) -> None:
+    for name in ("out", "progress", "differentiable"):
+        if options.get(name):
+            raise ArgumentError(f"{name}= does not go with psgrad.compile\n  call the quantity itself for that.")
+
+
+# ---- what is remembered ----------------------------------------------------------------------------------
+
+
+class _Call(NamedTuple):
+    """The arguments of a quantity but for its function."""
+
+    params: Any
+    batch: Any
+    options: dict[str, Any]
+
+
+class _Entry:
+    """The graphs for calls of one signature, the one that was good last in front."""
+
+    def __init__(self) -> None:
+        self.graphs: list[Recording] = []
+        self.strikes = 0  # calls in a row that no graph was good for
+        self.given_up = False  # such calls run eagerly
+        self.size: int | None = None  # the batch is filled up to so many samples: graphs are those of that size
+
+
+class _World:
+    """What `fn` reads besides its arguments, and the graphs that are good as long as that stays."""
+
+    def __init__(self, fn: Any) -> None:
+        self.surroundings = Surroundings(fn)
+        self.entries: dict[Any, _Entry] = {}
+        self.sizes: dict[Any, list[int]] = {}  # of batches that there are graphs for, by the signature but for the size
+
+
+def _signature(call: _Call) -> tuple[list[Tensor], tuple[Any, Any]]:
+    """The tensors of a call, and what a graph takes for granted of its arguments."""
+    tree: Any = tuple(call)
+    leaves, spec = optree.tree_flatten(tree, none_is_leaf=True)
+    tensors: list[Tensor] = []
+    known: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            tensors.append(leaf)
+            known.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.device))
+        else:
+            known.append((type(leaf), leaf))  # True is not 1
+    return tensors, (spec, tuple(known))
+
+
+# ---- the callable ----------------------------------------------------------------------------------------
+
+
+class Compiled:
+    """A quantity of a function, recorded at the first call; made by `psgrad.compile`."""
+
+    def __init__(self, quantity: Callable[..., Any], fn: Callable[..., Any], backend: Backend, options: Any) -> None:
+        self.quantity, self.fn, self.backend, self.options = quantity, fn, backend, dict(options)
+        self._names = list(inspect.signature(quantity).parameters)[3:]  # of arguments behind the batch
+        self._check = getattr(fn, "psgrad_check", None)
+        self._lock = threading.RLock()
+        self.clear()
+
+    def __repr__(self) -> str:
+        name = getattr(self.fn, "__qualname__", repr(self.fn))
+        options = "".join(f", {key}={value!r}" for key, value in self.options.items())
+        return f"psgrad.compile({self.quantity.__name__}, {name}{options})"
+
+    def cache_info(self) -> CacheInfo:
+        """What has been done so far."""
+        made = [graph for world in self._worlds for entry in world.entries.values() for graph in entry.graphs]
+        backends = tuple(graph.backend for graph in made)
+        return CacheInfo(self._hits, self._misses, len(made), backends, self._seconds)
+
+    def clear(self) -> None:
+        """Forget all graphs."""
+        with self._lock:
+            self._worlds: list[_World] = []
+            self._hits = self._misses = 0
+            self._changes = 0  # worlds made in a row, without a call that found one of them again
+            self._seconds = 0.0
+            self._warned: set[str] = set()
+
+    @uncompiled
+    def __call__(self, params: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """The quantity for these arguments, as the eager call gives it."""
+        options = self.options
+        if args or kwargs:
+            _refuse_options(kwargs)
+            options = {**options, **dict(zip(self._names, args, strict=False)), **kwargs}
+        call = _Call(params, batch, options)
+        if tracing.dispatch_modes() or is_nested():
+            return self._eagerly(call)
+        if self._check is not None:
+            self._check(params)
+        world = self._world()
+        if world is None:
+            return self._missed(call)
+        tensors, signature = _signature(call)
+        try:
+            key = (*signature, graphs.settings())
+            entry = world.entries.get(key)
+        except TypeError:  # an option that has no hash
+            return self._missed(call)
+        if entry is None:
+            entry = self._made(world, key, call)
+        if entry.size is not None:
+            return self._filled_up(world, entry, call)
+        found = self._run(entry, tensors)
+        return self._failed(entry, call) if found is NotImplemented else self._finished(found, call)
+
+    def _world(self) -> _World | None:
+        """The graphs for what `fn` reads now; None where that changes all the time."""
+        for i, world in enumerate(self._worlds):
+            if world.surroundings.are_same():
+                if i:
+                    self._worlds.insert(0, self._worlds.pop(i))
+                self._changes = 0
+                return world
+        with self._lock:
+            if self._changes >= _WORLDS:
+                self._warn(f"{self._worlds[0].surroundings.changed()}, which fn reads, changes from call to call")
+                return None
+            self._changes += 1
+            world = _World(self.fn)
+            self._worlds = [world, *self._worlds[: _WORLDS - 1]]
+            return world
+
+    def _run(self, entry: _Entry, tensors: list[Tensor]) -> Any:
+        """The result by a graph whose assumptions hold, or NotImplemented."""
+        for i, graph in enumerate(entry.graphs):
+            found = graph.run(tensors)
+            if found is not NotImplemented:
+                if i:
+                    entry.graphs.insert(0, entry.graphs.pop(i))
+                entry.strikes = 0
+                self._hits += 1
+                return found
+        return NotImplemented
+
+    def _finished(self, found: Any, call: _Call) -> Any:
+        """The result with what a graph cannot say: how many samples count, what a bound given as a tensor is."""
+        has_aux = call.options.get("has_aux")
+        step = found[0] if has_aux else found
+        if type(step) is not ClippedGrad:
+            return found
+        if isinstance(step.count, Tensor):
+            step = step._replace(count=int(step.count))
+        if step.sensitivity != step.sensitivity:
+            bounds = bounds_of(call.options["max_norm"], call.params, len(optree.tree_leaves(call.params)))
+            step = step._replace(sensitivity=bounds.sensitivity)
+        return (step, found[1]) if has_aux else step
+
+    # ---- calls that no graph is good for -----------------------------------------------------------------------
+
+    def _eagerly(self, call: _Call) -> Any:
+        return self.quantity(self.fn, call.params, call.batch, **call.options)
+
+    def _missed(self, call: _Call) -> Any:
+        self._misses += 1
+        return self._eagerly(call)
+
+    def _failed(self, entry: _Entry, call: _Call) -> Any:
+        """No graph was good for this call: it runs eagerly, and the next time there will be another graph."""
+        entry.strikes += 1
+        if entry.given_up or not entry.graphs:
+            return self._missed(call)
+        if entry.strikes >= _STRIKES:
+            entry.given_up = True
+            entry.graphs.clear()
+            self._warn("what the graph assumes of the values did not hold for many calls in a row")
+        elif entry.strikes > 1 and len(entry.graphs) < _VARIANTS:
+            self._record(entry, call)
+        return self._missed(call)
+
+    def _warn(self, why: str) -> None:
+        if why not in self._warned:
+            self._warned.add(why)
+            message = f"psgrad.compile runs {self.quantity.__name__} eagerly: {why}"
+            warnings.warn(message, FallbackWarning, stacklevel=4)
+
+    # ---- new graphs --------------------------------------------------------------------------------------------
+
+    def _made(self, world: _World, key: Any, call: _Call) -> _Entry:
+        """The entry for a signature that has not been there before."""
+        with self._lock:
+            if key in world.entries:
+                return world.entries[key]
+            entry = _Entry()
+            sizing = SIZINGS.get(self.quantity)
+            n = None if sizing is None else sizing.samples(call.batch, call.options)
+            if n is not None:
+                sizes = world.sizes.setdefault(_but_for_size(key, n), [])
+                near = [size for size in sizes if n <= size <= 1.5 * n]
+                if sizes and n not in sizes:
+                    entry.size = min(near) if near else padded_size(n)
+                if (entry.size or n) not in sizes:
+                    sizes.append(entry.size or n)
+            if entry.size is None:
+                self._record(entry, call)
+                entry.given_up = not entry.graphs
+            while len(world.entries) >= _SIGNATURES:
+                del world.entries[next(iter(world.entries))]
+            world.entries[key] = entry
+            return entry
+
+    def _record(self, entry: _Entry, call: _Call) -> None:
+        """Another graph for an entry, good for calls like this one; or a warning that says why there is none."""
+        try:
+            made = record(self.quantity, self.fn, tuple(call), self.backend)
+        except Unrecordable as refusal:
+            self._warn(refusal.why)
+            return
+        except PsgradError:
+            raise
+        except (Exception, Signal) as error:
+            if is_out_of_memory(error):
+                raise
+            self._warn(f"its ops cannot be recorded ({type(error).__name__}: {str(error).splitlines()[0][:200]})")
+            return
+        entry.graphs.insert(0, made)
+        self._seconds += made.seconds
+
+    def _filled_up(self, world: _World, entry: _Entry, call: _Call) -> Any:
+        """The result by a graph for a larger batch, filled up with copies of a sample."""
+        sizing, size = SIZINGS[self.quantity], entry.size
+        n = sizing.samples(call.batch, call.options)
+        assert n is not None
+        assert size is not None
+        larger = _Call(call.params, *sizing.filled_up(call.batch, call.options, n, size))
+        tensors, signature = _signature(larger)
+        key = (*signature, graphs.settings())
+        target = world.entries.get(key)
+        if target is None:
+            with self._lock:
+                target = world.entries.setdefault(key, _Entry())
+                if not target.graphs and not target.given_up:
+                    self._record(target, larger)
+                    target.given_up = not target.graphs
+        found = self._run(target, tensors)
+        if found is NotImplemented:
+            target.strikes += 1
+            return self._missed(call)
+        return sizing.cut(self._finished(found, call), n, bool(call.options.get("has_aux")))
+
+
+def _but_for_size(key: Any, n: int) -> Any:
+    """A signature in which batches of any size are alike: axes of n in front, and strides."""
+    spec, known, settings = key
+    alike = [
+        (item[0][1:], item[2], item[3]) if len(item) == 4 and len(item[0]) and item[0][0] == n else item
+        for item in known
+    ]
+    return spec, tuple(alike), settings

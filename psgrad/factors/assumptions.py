@@ -1,0 +1,58 @@
+"""Assumptions: what is decided by a look at values, while ops are recorded and nobody may branch on them.
+
+A recorded graph is good for other values than those it was recorded with only where every decision on the way would be
+the same again. So each decision leaves a condition behind: a boolean tensor that the graph returns. Whoever runs the
+graph looks at all of them together, once, and throws the answer away where one does not hold.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from ..torch_ import tracing
+
+
+class _Thread(threading.local):
+    conditions: list[Tensor] | None = None  # None: nobody would look at them
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def noted() -> Iterator[list[Tensor]]:
+    """Inside, conditions are noted in the list."""
+    before, _thread.conditions = _thread.conditions, []
+    try:
+        yield _thread.conditions
+    finally:
+        _thread.conditions = before
+
+
+def are_noted() -> bool:
+    """Whether somebody will look at the conditions of this run: then `assume` may be called."""
+    return _thread.conditions is not None
+
+
+def assume(condition: Tensor) -> None:
+    """What follows is right only where `condition`, booleans, is true."""
+    assert _thread.conditions is not None, "nobody notes assumptions; please report this"
+    _thread.conditions.append(condition if condition.dim() == 0 else condition.all())
+
+
+def assume_no_zero_met_nan(weights: Tensor, total: Tensor) -> None:
+    """A sample of weight 0 is to leave no trace in a weighted sum, but 0 times a number that is not finite is NaN."""
+    assume((weights != 0).all() | total.sum().isfinite())
+
+
+def decide(condition: Callable[[], Tensor]) -> bool:
+    """Whether a boolean tensor is true: by a look, and while ops are recorded on the assumption that it stays so."""
+    if not are_noted():
+        return bool(condition())
+    with tracing.unrecorded():
+        found = bool(condition())
+    stays = condition()
+    assume(stays if found else stays.logical_not())
+    return found

@@ -1,0 +1,107 @@
+"""Graphs of torch's ops: recorded by torch's tracer, run as they are, or compiled by its compiler."""
+
+import shutil
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from . import versions
+
+Graph = torch.fx.GraphModule
+Runner = Callable[..., Sequence[Tensor]]  # a graph at work: tensors in, tensors out
+
+
+def record(function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> tuple[Graph, list[Tensor]]:
+    """The ops of `function(*inputs)` as a graph, in their order, and the other tensors that it met.
+
+    The graph takes these behind its inputs: whoever runs it says what they are by then. Had they stayed in it, a
+    compiler would take their numbers for granted.
+    """
+    own = [t.detach() for t in inputs]  # one tensor given twice would be one input
+    graph = make_fx(function)(*own)
+    met: dict[int, tuple[Tensor, torch.fx.Node]] = {}
+    last = [node for node in graph.graph.nodes if node.op == "placeholder"][-1]
+    for node in list(graph.graph.nodes):
+        if node.op != "get_attr":
+            continue
+        t = getattr(graph, node.target)
+        if id(t) not in met:
+            with graph.graph.inserting_after(last):
+                last = graph.graph.placeholder(f"met_{len(met)}")
+            last.meta = node.meta
+            met[id(t)] = t, last
+        node.replace_all_uses_with(met[id(t)][1])
+        graph.graph.erase_node(node)
+    graph.graph.eliminate_dead_code()
+    for name in [name for name, value in vars(graph).items() if isinstance(value, Tensor)]:
+        delattr(graph, name)
+    graph.recompile()
+    return graph, [t for t, _ in met.values()]
+
+
+def ops_of(graph: Graph) -> list[str]:
+    """The names of a graph's ops, in their order: "aten.addmm.default"."""
+    return [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+
+
+def replay(graph: Graph) -> Runner:
+    """The ops of a graph, one after the other, from one Python function."""
+    for node in list(graph.graph.nodes):
+        if node.target is torch.ops.aten.detach.default:  # outside autograd it is the tensor itself
+            node.replace_all_uses_with(node.args[0])
+            graph.graph.erase_node(node)
+    graph.recompile()
+    forward: Any = graph.forward
+    return forward  # type: ignore[no-any-return]
+
+
+def compile_graph(graph: Graph, inputs: Sequence[Tensor]) -> Runner:
+    """A graph through torch's compiler, called directly: torch.compile's guards would cost more than a small graph.
+
+    Random numbers are drawn by torch's own ops, so that a seed gives what it gives without a compiler.
+    """
+    versions.check(versions.COMPILER)
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+
+    copy = Graph(torch.nn.Module(), torch.fx.Graph())
+    output = copy.graph.graph_copy(graph.graph, {})
+    copy.graph.output(output)
+    for node in copy.graph.nodes:
+        node.meta = {}
+    copy.recompile()
+    with config.patch(fallback_random=True):
+        run: Any = compile_fx(copy, [t.detach() for t in inputs])
+    return run  # type: ignore[no-any-return]
+
+
+def missing_compiler() -> str | None:
+    """Why graphs of tensors on the CPU cannot be compiled here; None: they can."""
+    versions.check(versions.COMPILER)
+    from torch._inductor import cpp_builder
+
+    try:
+        found = str(cpp_builder.get_cpp_compiler())
+    except Exception as error:  # torch has a class of its own for it
+        return f"torch finds no C++ compiler ({str(error).splitlines()[0]})"
+    return None if shutil.which(found) else f"torch's C++ compiler {found!r} is not there"
+
+
+def settings() -> tuple[Any, ...]:
+    """What besides its inputs decides which ops a function runs: settings of torch, as far as they are cheap to ask."""
+    return (
+        torch._C._is_any_autocast_enabled()
+        and tuple(
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _autocast_kinds()
+        ),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def _autocast_kinds() -> tuple[str, ...]:
+    device = torch.accelerator.current_accelerator()
+    return ("cpu",) if device is None else ("cpu", device.type)
