@@ -315,12 +315,13 @@ class Compiled:
             if n is not None:
                 sizes = world.sizes.setdefault(_but_for_size(key, n), [])
                 near = [size for size in sizes if n <= size <= 1.5 * n]
-                if sizes and n not in sizes:
-                    entry.size = min(near) if near else padded_size(n)
-                if (entry.size or n) not in sizes:
-                    sizes.append(entry.size or n)
+                size = min(near, default=padded_size(n)) if sizes else n
+                if size not in sizes:
+                    sizes.append(size)
+                entry.size = size if size != n else None
             if entry.size is None:
-                self._record(entry, call)
+                if all(t.numel() for t in optree.tree_leaves(call.batch) if isinstance(t, Tensor)):
+                    self._record(entry, call)
                 entry.given_up = not entry.graphs
             while len(world.entries) >= _SIGNATURES:
                 del world.entries[next(iter(world.entries))]

@@ -86,8 +86,10 @@ def record(quantity: Callable[..., Any], fn: Any, call: tuple[Any, ...], backend
 
     with _Notice(f"psgrad.compile: {quantity.__name__}, recording and compiling"):
         draws, foreign = generators(tensors), _foreign_generators()
-        graph, met = graphs.record(flat, tensors)
-        rewind(draws)
+        try:
+            graph, met = graphs.record(flat, tensors)
+        finally:
+            rewind(draws)
         if _foreign_generators() != foreign:
             raise Unrecordable("fn draws random numbers by Python's random or by NumPy")
         ops = graphs.ops_of(graph)

@@ -1,7 +1,9 @@
 """Graphs of torch's ops: recorded by torch's tracer, run as they are, or compiled by its compiler."""
 
 import shutil
+import warnings
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -63,7 +65,7 @@ def compile_graph(graph: Graph, inputs: Sequence[Tensor]) -> Runner:
 
     Random numbers are drawn by torch's own ops, so that a seed gives what it gives without a compiler.
     """
-    versions.check(versions.COMPILER)
+    _load_compiler()
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
@@ -78,9 +80,18 @@ def compile_graph(graph: Graph, inputs: Sequence[Tensor]) -> Runner:
     return run  # type: ignore[no-any-return]
 
 
+@cache
+def _load_compiler() -> None:
+    """It takes a second, and has deprecation warnings of its own."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        versions.check(versions.COMPILER)
+
+
+@cache
 def missing_compiler() -> str | None:
     """Why graphs of tensors on the CPU cannot be compiled here; None: they can."""
-    versions.check(versions.COMPILER)
+    _load_compiler()
     from torch._inductor import cpp_builder
 
     try:

@@ -1,0 +1,768 @@
+"""psgrad.compile: the eager answers, from graphs that are never stale; the rules are in them."""
+
+import functools
+import os
+import random
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import optree
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import psgrad
+from psgrad.compilation.recording import Recording
+from psgrad.compilation.sizes import padded_size
+from psgrad.compilation.surroundings import Surroundings
+from psgrad.torch_ import graphs
+
+from .cases import CASES, Case, N
+
+D = torch.float64
+THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
+QUANTITIES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "grads": (psgrad.per_sample_grads, {"return_value": True}),
+    "norms": (psgrad.per_sample_norms, {}),
+    "clipped": (psgrad.clipped_grad, {"max_norm": 0.5}),
+    "weighted": (psgrad.weighted_grad, {"weights": torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=D)}),
+    "gram": (psgrad.gram, {}),
+    "stats": (psgrad.grad_stats, {}),
+    "factored": (psgrad.factored_grads, {}),
+}
+OTHERS = [name for name in QUANTITIES if name != "grads"]
+# Every case with gradients and one other quantity in turn; with all of them where there is time.
+PAIRS = [
+    (case, name)
+    for i, case in enumerate(CASES)
+    for name in (QUANTITIES if THOROUGH else ("grads", OTHERS[i % len(OTHERS)]))
+]
+
+
+def assert_same(found: Any, wanted: Any, **tolerances: Any) -> None:
+    """Equal types, trees and dtypes; values up to rounding."""
+    assert type(found) is type(wanted)
+    if isinstance(found, psgrad.FactoredGrads):
+        found, wanted = (found.dense(), found.values), (wanted.dense(), wanted.values)
+    leaves, spec = optree.tree_flatten(found)
+    others, other_spec = optree.tree_flatten(wanted)
+    assert spec == other_spec
+    for a, b in zip(leaves, others, strict=True):
+        if isinstance(a, Tensor):
+            torch.testing.assert_close(a, b, equal_nan=True, **tolerances)
+        else:
+            assert type(a) is type(b)
+            assert a == b
+
+
+def recordings(step: psgrad.Compiled) -> list[Recording]:
+    return [graph for world in step._worlds for entry in world.entries.values() for graph in entry.graphs]
+
+
+def moved(tree: Any) -> Any:
+    """Other numbers, near these."""
+    return optree.tree_map(lambda t: t + 1e-2 * torch.randn_like(t) if t.is_floating_point() else t, tree)
+
+
+def flipped(batch: Any) -> Any:
+    return optree.tree_map(lambda t: t.flip(0), batch)
+
+
+def net(*, dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3)).double()
+
+
+def batch_of(n: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, 6, dtype=D, generator=generator), torch.randint(3, (n,), generator=generator)
+
+
+# ---- the whole table -------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore")  # those of the eager call, which other tests look for
+@pytest.mark.parametrize(("case", "name"), PAIRS, ids=lambda value: getattr(value, "id", value))
+def test_equals_the_eager_call(case: Case, name: str) -> None:
+    """With the numbers it was recorded with, and with others: a graph of the same ops has no memory of the first."""
+    quantity, options = QUANTITIES[name]
+    fn, params, batch = case.make()
+    step = psgrad.compile(quantity, fn, backend="replay", **options)
+    other_params, other_batch = moved(params), moved(flipped(batch))
+    for given in ((params, batch), (other_params, other_batch)):
+        torch.manual_seed(1)
+        found = step(*given)
+        torch.manual_seed(1)
+        assert_same(found, quantity(fn, *given, **options))
+    info = step.cache_info()
+    assert (info.hits, info.misses) == ((0, 2) if case.diverges or case.loops or _cannot(case) else (2, 0))
+
+
+def _cannot(case: Case) -> bool:
+    """Cases that look at values in a way that a graph cannot."""
+    return case.id in CANNOT
+
+
+CANNOT: set[str] = set()
+
+
+# ---- inductor --------------------------------------------------------------------------------------------
+
+
+def has_compiler() -> bool:
+    return graphs.missing_compiler() is None
+
+
+def _of_each_rule() -> list[Case]:
+    """One case of each rule."""
+    found: dict[str, Case] = {}
+    for case in CASES:
+        for rule in {name for used in case.rules.values() for name in used}:
+            if not (case.diverges or case.loops or "(" in rule):
+                found.setdefault(rule, case)
+    return list({case.id: case for case in found.values()}.values())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(not THOROUGH, reason="takes minutes; a few networks are below")
+@pytest.mark.parametrize("case", _of_each_rule(), ids=lambda case: case.id)
+def test_inductor_equals_the_eager_call_for_every_rule(case: Case) -> None:
+    if not has_compiler():
+        pytest.skip("no C++ compiler")
+    fn, params, batch = case.make()
+    step = psgrad.compile(psgrad.clipped_grad, fn, backend="inductor", max_norm=0.5)
+    for given in ((params, batch), (moved(params), moved(flipped(batch)))):
+        assert_same(step(*given), psgrad.clipped_grad(fn, *given, 0.5))
+    assert step.cache_info().backends == ("inductor",)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["grads", "clipped"])
+def test_inductor_equals_the_eager_call(name: str) -> None:
+    if not has_compiler():
+        pytest.skip("no C++ compiler")
+    quantity, options = QUANTITIES[name]
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3),
+        nn.GroupNorm(2, 4),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(64, 8),
+        nn.LayerNorm(8),
+        nn.Linear(8, 3),
+    ).double()
+    fn, params = psgrad.from_module(model, F.cross_entropy)
+    step = psgrad.compile(quantity, fn, backend="inductor", **options)
+    for _ in range(2):
+        batch = torch.randn(N, 2, 6, 6, dtype=D), torch.randint(3, (N,))
+        assert_same(step(params, batch), quantity(fn, params, batch, **options))
+    assert step.cache_info().backends == ("inductor",)
+    assert step.cache_info().hits == 2
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names it; "auto" does without."""
+    monkeypatch.setattr(graphs, "missing_compiler", lambda: "torch's C++ compiler 'g++' is not there")
+    fn, params = psgrad.from_module(net(), F.cross_entropy)
+    with pytest.raises(psgrad.ArgumentError) as error:
+        psgrad.compile(psgrad.per_sample_grads, fn, backend="inductor")
+    assert str(error.value) == (
+        "backend=\"inductor\" compiles C++, but torch's C++ compiler 'g++' is not there\n"
+        '  install one, or say backend="replay".'
+    )
+    step = psgrad.compile(psgrad.per_sample_grads, fn)
+    step(params, batch_of(N))
+    assert step.cache_info().backends == ("replay",)
+
+
+# ---- the rules ran ---------------------------------------------------------------------------------------
+
+
+def test_the_rules_are_in_the_graph() -> None:
+    """By its ops: vmap of a convolution's backward would be a convolution with a weight per sample, of a linear layer's
+    a bmm; the norm of a linear layer's gradient is a product of two norms, and nothing of N x P is there."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    fn, params = psgrad.from_module(model, F.cross_entropy)
+    step = psgrad.compile(psgrad.per_sample_norms, fn, backend="replay")
+    step(params, batch_of(N))
+    (graph,) = recordings(step)
+    assert graph.ops.count("aten.addmm.default") == 2
+    assert graph.ops.count("aten.mm.default") == 1  # the gradient of the hidden layer
+    assert graph.ops.count("aten.linalg_vector_norm.default") == 4
+    assert not [op for op in graph.ops if "bmm" in op or "expand" in op]
+
+
+def test_norms_keep_their_fast_form() -> None:
+    """Inner products of positions, not gradients written out, which a graph may not choose by looking."""
+    torch.manual_seed(0)
+    model = nn.Linear(256, 300).double()
+    fn, params = psgrad.from_module(model, lambda y, _: y.square().sum())
+    x = torch.randn(N, 8, 256, dtype=D)
+    step = psgrad.compile(psgrad.per_sample_norms, fn, backend="replay")
+    assert_same(step(params, (x, torch.zeros(N))), psgrad.per_sample_norms(fn, params, (x, torch.zeros(N))))
+    (graph,) = recordings(step)
+    assert graph.ops.count("aten.bmm.default") == 2
+    assert graph.assumes
+    zeros = x.clone()
+    zeros[1] = 0  # a gradient of zeros is no reason to doubt
+    assert_same(step(params, (zeros, torch.zeros(N))), psgrad.per_sample_norms(fn, params, (zeros, torch.zeros(N))))
+    assert step.cache_info().misses == 0
+
+
+# ---- never stale -----------------------------------------------------------------------------------------
+
+
+def compiled_norms(fn: Any, **options: Any) -> psgrad.Compiled:
+    return psgrad.compile(psgrad.per_sample_norms, fn, backend="replay", **options)
+
+
+def check(step: psgrad.Compiled, params: Any, batch: Any) -> None:
+    assert_same(step(params, batch), step.quantity(step.fn, params, batch, **step.options))
+
+
+def test_another_branch() -> None:
+    """All samples change their mind: the call runs eagerly, and the third time from a graph of its own."""
+    fn = lambda w, x: (w * x).sum() ** 2 if x.sum() > 0 else (w * x).sum() ** 3
+    step, w, x = compiled_norms(fn), torch.randn(3, dtype=D), torch.rand(N, 3, dtype=D)
+    for sign, hits, misses in ((1, 1, 0), (1, 2, 0), (-1, 2, 1), (-1, 2, 2), (-1, 3, 2), (1, 4, 2)):
+        check(step, w, sign * x)
+        assert (step.cache_info().hits, step.cache_info().misses) == (hits, misses)
+    x[0] *= -1  # they part ways
+    check(step, w, x)
+    assert step.cache_info().misses == 3
+
+
+def test_a_number_that_fn_asks_for() -> None:
+    fn = lambda w, x: (w * x).sum() * x[0].item()
+    step, w = compiled_norms(fn), torch.randn(3, dtype=D)
+    for first in (2.0, 2.0, 3.0, 3.0, 3.0):
+        x = torch.randn(N, 3, dtype=D)
+        x[:, 0] = first
+        check(step, w, x)
+    assert (step.cache_info().hits, step.cache_info().misses) == (3, 2)
+
+
+def test_a_changed_buffer() -> None:
+    """In place, it is read anew by the same graph; another one in its place makes another graph."""
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double().eval()
+    fn, params = psgrad.from_module(model, F.cross_entropy)
+    step = compiled_norms(fn)
+    check(step, params, batch_of(N))
+    statistics: Any = model[1]
+    statistics.running_mean += 1
+    statistics.running_var *= 2
+    check(step, params, batch_of(N))
+    assert step.cache_info().graphs == 1
+    statistics.running_mean = torch.randn(4, dtype=D)
+    check(step, params, batch_of(N))
+    assert (step.cache_info().graphs, step.cache_info().misses) == (2, 0)
+
+
+def test_a_small_constant_is_not_taken_for_granted() -> None:
+    """Compilers put the numbers of small constants into their code."""
+    if not has_compiler():
+        pytest.skip("no C++ compiler")
+    scale = torch.tensor(2.0, dtype=D)
+    fn = lambda w, x: (w * x).sum() ** 2 * scale
+    step = psgrad.compile(psgrad.per_sample_norms, fn, backend="inductor")
+    w, x = torch.randn(3, dtype=D), torch.randn(N, 3, dtype=D)
+    check(step, w, x)
+    scale.mul_(5)
+    check(step, w, x)
+    assert step.cache_info().hits == 2
+
+
+SCALE: Any = 2.0
+
+
+def _global_fn(w: Tensor, x: Tensor) -> Tensor:
+    return (w * x).sum() ** 2 * SCALE
+
+
+@pytest.mark.parametrize("values", [(2.0, 3.0), (torch.tensor(2.0), torch.tensor(3.0))], ids=["number", "tensor"])
+def test_another_closed_over_value(values: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a closure, among the globals, in a container, in an object, in a partial's."""
+    box, holder = [values[0]], type("Holder", (), {})()
+    holder.table = {"scale": values[0]}
+    scale = values[0]
+    monkeypatch.setitem(globals(), "SCALE", values[0])
+
+    def closing(w: Tensor, x: Tensor) -> Tensor:
+        return (w * x).sum() ** 2 * scale
+
+    functions = [
+        closing,
+        _global_fn,
+        lambda w, x: (w * x).sum() ** 2 * box[0],
+        lambda w, x: (w * x).sum() ** 2 * holder.table["scale"],
+        functools.partial(lambda w, x, inner: inner(w, x), inner=closing),
+    ]
+    steps = [compiled_norms(fn) for fn in functions]
+    w, x = torch.randn(3), torch.randn(N, 3)
+    before = [step(w, x) for step in steps]
+    scale = box[0] = holder.table["scale"] = values[1]
+    monkeypatch.setitem(globals(), "SCALE", values[1])
+    for step, old in zip(steps, before, strict=True):
+        check(step, w, x)
+        torch.testing.assert_close(step(w, x), old * 1.5)
+        assert step.cache_info().graphs == 2
+        assert step.cache_info().misses == 0
+
+
+def test_train_and_eval() -> None:
+    model = net(dropout=0.5)
+    fn, params = psgrad.from_module(model, F.cross_entropy)
+    step = compiled_norms(fn)
+    for training in (True, False, True, False):
+        model.train(training)
+        torch.manual_seed(3)
+        found = step(params, batch_of(N))
+        torch.manual_seed(3)
+        assert_same(found, psgrad.per_sample_norms(fn, params, batch_of(N)))
+    assert (step.cache_info().graphs, step.cache_info().misses) == (2, 0)
+
+
+def test_a_hook_that_comes_later() -> None:
+    model = net()
+    fn, params = psgrad.from_module(model, F.cross_entropy)
+    step = compiled_norms(fn)
+    check(step, params, batch_of(N))
+    handle = model[0].register_forward_hook(lambda module, inputs, output: output * 2)
+    check(step, params, batch_of(N))
+    handle.remove()
+    check(step, params, batch_of(N))
+    assert step.cache_info().misses == 0
+
+
+def test_autocast_on_and_off() -> None:
+    model = net().float()
+    fn, params = psgrad.from_module(model, F.cross_entropy)
+    x, y = batch_of(N)
+    batch = x.float(), y
+    step = compiled_norms(fn)
+    for enabled in (False, True, False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            check(step, params, batch)
+    assert step.cache_info().graphs == 2
+
+
+def test_another_dtype_and_other_strides() -> None:
+    model = net()
+    fn, params = psgrad.from_module(model, F.cross_entropy)
+    step = compiled_norms(lambda p, s: fn(p, s))
+    x, y = batch_of(N)
+    check(step, params, (x, y))
+    check(step, params, (x.T.contiguous().T, y))
+    check(step, params, (x.repeat_interleave(2, 1)[:, ::2], y))
+    assert step.cache_info().graphs == 3
+    free = compiled_norms(lambda w, x: (w * x).sum() ** 2)
+    for dtype in (torch.float32, D, torch.bfloat16, torch.float32):
+        check(free, torch.ones(3, dtype=dtype), torch.randn(N, 3).to(dtype))
+    assert free.cache_info().graphs == 3
+
+
+def test_the_same_tensor_twice_is_two_inputs() -> None:
+    fn = lambda p, x: (p["a"] * x).sum() ** 2 + (p["b"] * x).sum() ** 3
+    step, w, x = compiled_norms(fn, per_param=True), torch.randn(3, dtype=D), torch.randn(N, 3, dtype=D)
+    check(step, {"a": w, "b": w}, x)
+    check(step, {"a": w, "b": torch.randn(3, dtype=D)}, x)
+    assert step.cache_info().hits == 2
+
+
+def test_a_nan_sample() -> None:
+    """It is named, left out or let through, as by the eager call; and the graph goes on afterwards."""
+    fn, params = psgrad.from_module(net(), F.cross_entropy)
+    x, y = batch_of(N)
+    bad = x.clone()
+    bad[2] = torch.nan
+    step = psgrad.compile(psgrad.clipped_grad, fn, backend="replay", max_norm=0.1)
+    check(step, params, (x, y))
+    with pytest.raises(psgrad.ArgumentError, match="the gradients of sample 2 are not finite"):
+        step(params, (bad, y))
+    check(step, params, (x, y))
+    assert step.cache_info().hits == 2
+    zero = psgrad.compile(psgrad.clipped_grad, fn, backend="replay", max_norm=0.1, nonfinite="zero")
+    check(zero, params, (x, y))
+    check(zero, params, (bad, y))
+    assert zero(params, (bad, y)).count == N - 1
+    through = psgrad.compile(psgrad.clipped_grad, fn, backend="replay", max_norm=0.1, nonfinite="propagate")
+    check(through, params, (x, y))
+    check(through, params, (bad, y))
+    assert through.cache_info().misses == 0
+
+
+def test_a_nan_sample_of_weight_zero_leaves_no_trace() -> None:
+    fn, params = psgrad.from_module(net(), F.cross_entropy)
+    x, y = batch_of(N)
+    step = psgrad.compile(psgrad.weighted_grad, fn, backend="replay")
+    weights = torch.tensor([1.0, 2.0, 0.0, 3.0], dtype=D)
+    assert_same(step(params, (x, y), weights), psgrad.weighted_grad(fn, params, (x, y), weights))
+    x[2] = torch.nan
+    assert_same(step(params, (x, y), weights), psgrad.weighted_grad(fn, params, (x, y), weights))
+    assert (step.cache_info().hits, step.cache_info().misses) == (1, 1)
+
+
+def test_gradients_that_lose_digits_or_range() -> None:
+    """Where positions cancel, and where squares leave the dtype's range."""
+    torch.manual_seed(0)
+    model = nn.Linear(256, 300)
+    fn, params = psgrad.from_module(model, lambda y, sign: (y * sign).sum())
+    x, sign = torch.randn(N, 8, 256), torch.ones(N, 8, 300)
+    step = compiled_norms(fn)
+    check(step, params, (x, sign))
+    x[1, 4:], sign[1, 4:] = x[1, :4], -1.0  # the second half takes away what the first has given
+    check(step, params, (x, sign))
+    check(step, params, (x * 1e25, sign))
+    assert (step.cache_info().hits, step.cache_info().misses) == (1, 2)
+
+
+def test_an_ignored_target() -> None:
+    fn, params = psgrad.from_module(net(), F.cross_entropy)
+    step = compiled_norms(fn)
+    x, y = batch_of(N)
+    check(step, params, (x, y))
+    y[1] = -100
+    with warnings.catch_warnings():
+        check(step, params, (x, y))  # 0 / 0 for that sample, as torch has it
+    assert step.cache_info().misses == 1
+
+
+# ---- random numbers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["replay", "inductor"])
+def test_dropout_draws_anew_and_repeats_under_a_seed(backend: Any) -> None:
+    if backend == "inductor" and not has_compiler():
+        pytest.skip("no C++ compiler")
+    fn, params = psgrad.from_module(net(dropout=0.5), F.cross_entropy)
+    step = psgrad.compile(psgrad.per_sample_norms, fn, backend=backend)
+    found = []
+    for _ in range(2):
+        torch.manual_seed(7)
+        found += [step(params, batch_of(N)), step(params, batch_of(N))]
+    assert not torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[3])
+    torch.manual_seed(7)
+    torch.testing.assert_close(found[0], psgrad.per_sample_norms(fn, params, batch_of(N)))
+
+
+def test_recording_draws_nothing() -> None:
+    fn, params = psgrad.from_module(net(dropout=0.5), F.cross_entropy)
+    torch.manual_seed(7)
+    first = compiled_norms(fn)(params, batch_of(N))
+    torch.manual_seed(7)
+    torch.testing.assert_close(first, psgrad.per_sample_norms(fn, params, batch_of(N)))
+
+
+def seeds(w: Tensor, x: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    return (w * x * torch.rand_like(x)).sum() ** 2
+
+
+def draws_by_python(w: Tensor, x: Tensor) -> Tensor:
+    return (w * x).sum() ** 2 * random.random()
+
+
+def draws_by_numpy(w: Tensor, x: Tensor) -> Tensor:
+    import numpy as np
+
+    return (w * x).sum() ** 2 * np.random.rand()
+
+
+@pytest.mark.filterwarnings("ignore:psgrad runs fn in a loop over samples")
+@pytest.mark.parametrize("fn", [seeds, draws_by_python, draws_by_numpy])
+def test_numbers_that_a_graph_would_freeze(fn: Any) -> None:
+    step, w, x = compiled_norms(fn), torch.randn(3, dtype=D), torch.randn(N, 3, dtype=D)
+    with pytest.warns(psgrad.FallbackWarning, match=r"psgrad\.compile runs per_sample_norms eagerly"):
+        first = step(w, x)
+    second = step(w, x)
+    assert step.cache_info().hits == 0
+    assert torch.equal(first, second) == (fn is seeds)
+
+
+@pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning")
+def test_a_checkpoint_that_draws_again_is_not_recorded() -> None:
+    """Its second forward has to draw what the first drew."""
+    model = net(dropout=0.5)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: Tensor) -> Any:
+            return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
+
+    fn, params = psgrad.from_module(Outer(), F.cross_entropy)
+    step = compiled_norms(fn)
+    for _ in range(2):
+        torch.manual_seed(1)
+        found = step(params, batch_of(N))
+        torch.manual_seed(1)
+        assert_same(found, psgrad.per_sample_norms(fn, params, batch_of(N)))
+    assert step.cache_info().hits == 0
+
+
+# ---- batches of many sizes -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name in QUANTITIES if name not in ("stats", "factored", "weighted")])
+def test_batches_of_other_sizes_are_filled_up(name: str) -> None:
+    quantity, options = QUANTITIES[name]
+    fn, params = psgrad.from_module(net(), F.cross_entropy)
+    step = psgrad.compile(quantity, fn, backend="replay", **options)
+    for n in (32, 30, 25, 7, 32, 8, 5, 40, 1):
+        assert_same(step(params, batch_of(n, n)), quantity(fn, params, batch_of(n, n), **options))
+    info = step.cache_info()
+    assert (info.hits, info.misses) == (9, 0)
+    assert info.graphs <= 7
+
+
+def test_weights_of_batches_of_other_sizes() -> None:
+    fn, params = psgrad.from_module(net(), F.cross_entropy)
+    step = psgrad.compile(psgrad.weighted_grad, fn, backend="replay")
+    for n in (32, 30, 25):
+        weights = torch.randn(n, dtype=D)
+        assert_same(step(params, batch_of(n), weights), psgrad.weighted_grad(fn, params, batch_of(n), weights))
+    assert (step.cache_info().graphs, step.cache_info().misses) == (1, 0)
+    function = psgrad.compile(psgrad.weighted_grad, fn, backend="replay", weights=lambda norms: norms / norms.sum())
+    for n in (32, 30):  # it must not see copies
+        check(function, params, batch_of(n))
+
+
+def test_poisson_batches_need_few_graphs() -> None:
+    fn, params = psgrad.from_module(net(), F.cross_entropy)
+    step = psgrad.compile(psgrad.clipped_grad, fn, backend="replay", max_norm=0.1)
+    for n in torch.poisson(torch.full((60,), 64.0), torch.Generator().manual_seed(0)).int().tolist():
+        check(step, params, batch_of(n))
+    assert step.cache_info().graphs <= 5
+    assert step.cache_info().misses == 0
+
+
+def test_padded_sizes() -> None:
+    assert [padded_size(n) for n in (1, 2, 3, 4, 5, 6, 7, 12, 13, 33, 48, 49)] == [
+        1, 2, 3, 4, 6, 6, 8, 12, 16, 48, 48, 64,
+    ]  # fmt: skip
+    assert all(n <= padded_size(n) <= 1.5 * n for n in range(1, 1000))
+
+
+@pytest.mark.parametrize("name", ["norms", "clipped", "gram"])
+def test_samples_that_are_not_valid(name: str) -> None:
+    """From one graph, whichever they are; garbage in them does not matter."""
+    quantity, options = QUANTITIES[name]
+    fn, params = psgrad.from_module(net(), F.cross_entropy)
+    step = psgrad.compile(quantity, fn, backend="replay", **options)
+    for seed in range(3):
+        x, y = batch_of(6, seed)
+        valid = torch.tensor([True, False, True, True, False, True]).roll(seed)
+        x[~valid] = torch.nan
+        assert_same(step(params, (x, y), valid=valid), quantity(fn, params, (x, y), valid=valid, **options))
+    assert (step.cache_info().graphs, step.cache_info().misses) == (1, 0)
+    none = torch.zeros(6, dtype=torch.bool)
+    assert_same(step(params, batch_of(6), valid=none), quantity(fn, params, batch_of(6), valid=none, **options))
+
+
+def test_an_empty_batch() -> None:
+    fn, params = psgrad.from_module(net(), F.cross_entropy)
+    for quantity, options in (QUANTITIES["grads"], QUANTITIES["norms"], QUANTITIES["clipped"], QUANTITIES["gram"]):
+        check(psgrad.compile(quantity, fn, backend="replay", **options), params, batch_of(0))
+
+
+# ---- options ---------------------------------------------------------------------------------------------
+
+
+def test_options_of_the_quantity() -> None:
+    fn, params = psgrad.from_module(net(), F.cross_entropy)
+    batch = batch_of(6)
+    with_aux = lambda p, s: (fn(p, s), {"x": s[0].sum()})
+    for quantity, function, options in [
+        (psgrad.per_sample_grads, fn, {"chunk_size": 2}),
+        (psgrad.per_sample_grads, with_aux, {"has_aux": True, "return_value": True}),
+        (psgrad.per_sample_norms, fn, {"per_param": True}),
+        (psgrad.per_sample_norms, with_aux, {"has_aux": True}),
+        (psgrad.clipped_grad, fn, {"max_norm": {"0": 0.1, "3": 0.2}}),
+        (psgrad.clipped_grad, with_aux, {"max_norm": 0.1, "has_aux": True, "chunk_size": 4}),
+        (psgrad.clipped_grad, fn, {"max_norm": 0.1, "max_bytes": "1MB"}),
+        (psgrad.clipped_grad, fn, {"max_norm": 0.1, "randomness": "same"}),
+        (psgrad.gram, fn, {"other": batch_of(3, 1)}),
+        (psgrad.weighted_grad, fn, {"weights": torch.arange(6)}),
+        (psgrad.weighted_grad, fn, {"weights": lambda norms: 1 / norms}),
+    ]:
+        step = psgrad.compile(quantity, function, backend="replay", **options)
+        for seed in range(2):
+            check(step, params, batch_of(6, seed))
+        assert step.cache_info().hits == 2, (quantity, options)
+    back = optree.tree_map(lambda t: t.movedim(0, -1), batch)
+    check(psgrad.compile(psgrad.per_sample_norms, fn, backend="replay", in_dims=-1), params, back)
+
+
+def test_a_bound_that_is_a_tensor_is_read_anew() -> None:
+    fn, params = psgrad.from_module(net(), F.cross_entropy)
+    bound = torch.tensor(0.1, dtype=D)
+    step = psgrad.compile(psgrad.clipped_grad, fn, backend="replay", max_norm=bound)
+    for _ in range(2):
+        check(step, params, batch_of(N))
+        bound.mul_(2)
+    assert step(params, batch_of(N)).sensitivity == pytest.approx(0.4)
+    assert step.cache_info().graphs == 1
+
+
+def test_arguments_by_position() -> None:
+    fn, params = psgrad.from_module(net(), F.cross_entropy)
+    step = psgrad.compile(psgrad.clipped_grad, fn, backend="replay")
+    assert_same(step(params, batch_of(N), 0.1), psgrad.clipped_grad(fn, params, batch_of(N), 0.1))
+    assert_same(step(params, batch_of(N), 0.2), psgrad.clipped_grad(fn, params, batch_of(N), 0.2))
+
+
+def test_inside_inference_mode_and_no_grad() -> None:
+    fn, params = psgrad.from_module(net(), F.cross_entropy)
+    step = compiled_norms(fn)
+    for context in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with context():
+            found = step(params, batch_of(N))
+        assert not found.is_inference()
+        assert not found.requires_grad
+
+
+def test_parameters_that_require_grad() -> None:
+    model = net()
+    fn, _ = psgrad.from_module(model, F.cross_entropy)
+    step = compiled_norms(fn)
+    assert not step(dict(model.named_parameters()), batch_of(N)).requires_grad
+
+
+def test_inside_a_transform_it_is_the_quantity_itself() -> None:
+    fn = lambda w, x: (w * x).sum() ** 2
+    step = psgrad.compile(psgrad.per_sample_grads, fn, backend="replay")
+    w, x = torch.randn(3, dtype=D), torch.randn(N, 3, dtype=D)
+    wanted = torch.func.jacrev(lambda w: psgrad.per_sample_grads(fn, w, x))(w)
+    torch.testing.assert_close(torch.func.jacrev(lambda w: step(w, x))(w), wanted)
+
+
+# ---- mistakes, and what is remembered --------------------------------------------------------------------
+
+
+def test_mistakes() -> None:
+    fn, params = psgrad.from_module(net(), F.cross_entropy)
+    for make, kind, message in [
+        (
+            lambda: psgrad.compile(psgrad.explain, fn),
+            TypeError,
+            "explain is not a quantity that can be compiled\n  give one of psgrad.per_sample_grads, "
+            "psgrad.per_sample_norms, psgrad.clipped_grad, psgrad.weighted_grad, psgrad.gram, psgrad.grad_stats, "
+            "psgrad.factored_grads.",
+        ),
+        (
+            lambda: psgrad.compile(psgrad.gram, 3),
+            TypeError,
+            "fn is a int, not a function\n  give fn(params, sample) -> loss.",
+        ),
+        (
+            lambda: psgrad.compile(psgrad.gram, fn, backend="jit"),  # type: ignore[arg-type]
+            ValueError,
+            'backend=\'jit\' is not one of "auto", "inductor", "replay"\n  say one of them.',
+        ),
+        (
+            lambda: psgrad.compile(psgrad.per_sample_grads, fn, out={}, progress=True),
+            ValueError,
+            "progress= does not go with psgrad.compile\n  call the quantity itself for that.",
+        ),
+    ]:
+        with pytest.raises(kind) as error:
+            make()
+        assert isinstance(error.value, psgrad.PsgradError)
+        assert str(error.value) == message
+    step = psgrad.compile(psgrad.clipped_grad, fn, backend="replay", max_norm=-1.0)
+    with pytest.raises(psgrad.ArgumentError, match=r"max_norm=-1\.0 is not positive"):
+        step(params, batch_of(N))
+    with pytest.raises(psgrad.ArgumentError, match="disagree on the number of samples"):
+        compiled_norms(fn)(params, (torch.randn(4, 6, dtype=D), torch.zeros(5, dtype=torch.long)))
+
+
+def test_errors_of_fn_are_its_own() -> None:
+    def fn(w: Tensor, x: Tensor) -> Tensor:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", psgrad.FallbackWarning)
+        compiled_norms(fn)(torch.ones(3), torch.ones(N, 3))
+
+
+def test_the_cache_is_bounded_and_can_be_cleared() -> None:
+    step, w = compiled_norms(lambda w, x: (w * x).sum() ** 2), torch.ones(1)
+    for size in range(70):
+        step(w, torch.ones(1, 1 + size))
+    info = step.cache_info()
+    assert info.graphs <= 64
+    assert info.seconds > 0
+    step.clear()
+    assert step.cache_info() == (0, 0, 0, (), 0.0)
+    check(step, w, torch.ones(2, 3))
+    assert repr(step).startswith("psgrad.compile(per_sample_norms, ")
+
+
+def test_what_changes_at_every_call_is_named() -> None:
+    count = [0]
+
+    def fn(w: Tensor, x: Tensor) -> Tensor:
+        return (w * x).sum() ** 2 * count[0]
+
+    step, w, x = compiled_norms(fn), torch.randn(3, dtype=D), torch.randn(N, 3, dtype=D)
+
+    def many() -> None:
+        for i in range(12):
+            count[0] = i + 1
+            check(step, w, x)
+
+    with pytest.warns(psgrad.FallbackWarning, match="a list, which fn reads, changes from call to call"):
+        many()
+
+
+def test_many_failures_in_a_row_end_in_eager_calls() -> None:
+    fn = lambda w, x: (w * x).sum() * x[0].item()
+    step, w = compiled_norms(fn), torch.randn(3, dtype=D)
+
+    def many() -> None:
+        for i in range(12):
+            x = torch.randn(N, 3, dtype=D)
+            x[:, 0] = i + 1
+            check(step, w, x)
+
+    with pytest.warns(psgrad.FallbackWarning, match="did not hold for many calls in a row"):
+        many()
+    assert step.cache_info().graphs == 0
+
+
+def test_two_threads() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    fn, params = psgrad.from_module(net(), F.cross_entropy)
+    step = compiled_norms(fn)
+    batches = [batch_of(n, n) for n in (5, 9, 5, 12, 9, 5)]
+    wanted = [psgrad.per_sample_norms(fn, params, batch) for batch in batches]
+    with ThreadPoolExecutor(3) as pool:
+        for found, right in zip(pool.map(lambda batch: step(params, batch), batches), wanted, strict=True):
+            torch.testing.assert_close(found, right)
+
+
+def test_importing_psgrad_loads_no_compiler() -> None:
+    code = "import sys, psgrad; assert 'torch._inductor' not in sys.modules and 'torch._dynamo' not in sys.modules"
+    root = Path(__file__).resolve().parent.parent
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=root)
+
+
+def test_surroundings_stop_at_libraries_and_circles() -> None:
+    circle: list[Any] = []
+    circle.append(circle)
+    fn = lambda w, x: (w * x).sum() * len(circle) * torch.pi
+    around = Surroundings(fn)
+    assert around.are_same()
+    circle.append(1)
+    assert not around.are_same()
