@@ -766,3 +766,153 @@ def test_surroundings_stop_at_libraries_and_circles() -> None:
     assert around.are_same()
     circle.append(1)
     assert not around.are_same()
+
+
+# ---- in one graph with the rest of somebody's function ---------------------------------------------------
+
+
+class Ops:
+    """A backend that keeps the ops of the graphs that it is given, and runs them."""
+
+    def __init__(self) -> None:
+        self.graphs: list[list[str]] = []
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        from functorch.compile import make_boxed_func
+        from torch._dynamo.backends.common import aot_autograd
+
+        def keep(graph: Any, inputs: Any) -> Any:
+            self.graphs.append(graphs.ops_of(graph))
+            return make_boxed_func(graph.forward)
+
+        return aot_autograd(fw_compiler=keep)(graph, inputs)
+
+
+def in_one_graph(function: Callable[..., Any], backend: Any) -> Callable[..., Any]:
+    torch._dynamo.reset()
+    compiled: Callable[..., Any] = torch.compile(function, fullgraph=True, backend=backend)
+    return compiled
+
+
+def test_a_training_step_is_one_graph_with_the_rules_in_it() -> None:
+    """A clipped gradient, noise, an update: no break, one graph, no bmm for the linear layers, norms as products."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    fn, params = psgrad.from_module(model, F.cross_entropy)
+    clipped = psgrad.compile(psgrad.clipped_grad, fn, max_norm=0.3)
+
+    def step(params: Any, momentum: Any, noise: Any, x: Tensor, y: Tensor) -> Any:
+        found = clipped(params, (x, y))
+        momentum = {k: 0.9 * m + found.grad[k] / found.count + noise[k] for k, m in momentum.items()}
+        return {k: p - 0.1 * momentum[k] for k, p in params.items()}, momentum, found.norms.mean()
+
+    zeros, ops = optree.tree_map(torch.zeros_like, params), Ops()
+    noise = optree.tree_map(lambda p: 0.01 * torch.randn_like(p), params)
+    compiled = in_one_graph(step, ops)
+    for seed in range(2):
+        given = params, zeros, noise, *batch_of(N, seed)
+        assert_same(compiled(*given), step(*given))
+    (names,) = ops.graphs
+    assert names.count("aten.addmm.default") == 2
+    assert not [name for name in names if "bmm" in name]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", [name for name in QUANTITIES if name != "factored"])
+def test_every_quantity_in_one_graph(name: str, backend: str) -> None:
+    quantity, options = QUANTITIES[name]
+    fn, params = psgrad.from_module(net(), F.cross_entropy)
+    made = psgrad.compile(quantity, fn, **options)
+    compiled = in_one_graph(lambda params, x, y: made(params, (x, y)), backend)
+    for seed in range(2):
+        found = compiled(params, *batch_of(N, seed))
+        assert_same(found, quantity(fn, params, batch_of(N, seed), **options))
+
+
+def test_inductor_in_one_graph() -> None:
+    if not has_compiler():
+        pytest.skip("no C++ compiler")
+    fn, params = psgrad.from_module(net(), F.cross_entropy)
+    made = psgrad.compile(psgrad.clipped_grad, fn, max_norm=0.3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        compiled = in_one_graph(lambda params, x, y: made(params, (x, y)), "inductor")
+        assert_same(compiled(params, *batch_of(N)), psgrad.clipped_grad(fn, params, batch_of(N), 0.3))
+
+
+def test_samples_that_are_not_finite_in_one_graph() -> None:
+    """An error when it runs; left out; let through."""
+    fn, params = psgrad.from_module(net(), F.cross_entropy)
+    x, y = batch_of(N)
+    x[2] = torch.nan
+    made = psgrad.compile(psgrad.clipped_grad, fn, max_norm=0.3)
+    compiled = in_one_graph(lambda params, x, y: made(params, (x, y)).grad, "aot_eager")
+    compiled(params, *batch_of(N))
+    with pytest.raises(RuntimeError, match="the gradients of a sample are not finite"):
+        compiled(params, x, y)
+    for how in ("zero", "propagate"):
+        other = psgrad.compile(psgrad.clipped_grad, fn, max_norm=0.3, nonfinite=how)
+        compiled = in_one_graph(lambda params, x, y, other=other: other(params, (x, y)), "aot_eager")
+        found, wanted = compiled(params, x, y), psgrad.clipped_grad(fn, params, (x, y), 0.3, nonfinite=how)
+        assert_same(found.grad, wanted.grad)
+        assert int(found.count) == wanted.count
+
+
+def test_valid_samples_and_zero_weights_in_one_graph() -> None:
+    fn, params = psgrad.from_module(net(), F.cross_entropy)
+    x, y = batch_of(N)
+    x[1] = torch.nan
+    valid = torch.tensor([True, False, True, True])
+    clipped = psgrad.compile(psgrad.clipped_grad, fn, max_norm=0.3)
+    weighted = psgrad.compile(psgrad.weighted_grad, fn)
+    compiled = in_one_graph(
+        lambda params, x, y, valid: (clipped(params, (x, y), valid=valid).grad, weighted(params, (x, y), valid * 2.0)),
+        "aot_eager",
+    )
+    wanted = psgrad.clipped_grad(fn, params, (x, y), 0.3, valid=valid).grad
+    assert_same(compiled(params, x, y, valid), (wanted, psgrad.weighted_grad(fn, params, (x, y), valid * 2.0)))
+
+
+def test_what_fn_closes_over_is_read_anew_in_one_graph() -> None:
+    """Buffers and tensors in closures, changed in place; another buffer; another mode of the model."""
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout(1.0), nn.Linear(4, 3)).double().eval()
+    of_model, params = psgrad.from_module(model, F.cross_entropy)
+    scale = torch.tensor(2.0, dtype=D)
+
+    def fn(params: Any, sample: Any) -> Tensor:
+        return of_model(params, sample) * scale
+
+    made = psgrad.compile(psgrad.per_sample_norms, fn)
+    compiled = in_one_graph(lambda params, x, y: made(params, (x, y)), "aot_eager")
+
+    def same() -> None:
+        torch.testing.assert_close(compiled(params, *batch_of(N)), psgrad.per_sample_norms(fn, params, batch_of(N)))
+
+    same()
+    statistics: Any = model[1]
+    statistics.running_mean += 1
+    scale.mul_(3)
+    same()
+    statistics.running_mean = torch.randn(4, dtype=D)
+    same()
+    model[2].train()  # drops everything
+    same()
+    assert not compiled(params, *batch_of(N)).equal(psgrad.per_sample_norms(of_model, params, batch_of(N)))
+
+
+@pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning")
+def test_what_cannot_be_in_one_graph_breaks_it() -> None:
+    """Results with factors, aux, samples that run one by one or part ways: right, outside of the graph."""
+    fn, params = psgrad.from_module(net(), F.cross_entropy)
+    parting = lambda w, x: (w * x).sum() ** 2 if x.sum() > 0 else (w * x).sum() ** 3
+    w, x = torch.randn(3, dtype=D), torch.randn(8, 3, dtype=D)
+    for quantity, function, options, given in [
+        (psgrad.factored_grads, fn, {}, (params, batch_of(N))),
+        (psgrad.per_sample_norms, lambda p, s: (fn(p, s), s[0].sum()), {"has_aux": True}, (params, batch_of(N))),
+        (psgrad.per_sample_norms, seeds, {}, (w, x)),
+        (psgrad.per_sample_norms, parting, {}, (w, x)),
+    ]:
+        made = psgrad.compile(quantity, function, backend="replay", **options)
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda params, batch, made=made: made(params, batch), backend="aot_eager")
+        for _ in range(2):
+            assert_same(compiled(*given), quantity(function, *given, **options))

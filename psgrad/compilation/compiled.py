@@ -4,14 +4,22 @@ import inspect
 import threading
 import warnings
 from collections.abc import Callable
+from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
 import optree
+import torch
 from torch import Tensor
 
 from ..engine.signals import Signal, Unrecordable
 from ..engine.validate import is_nested
-from ..errors import ArgumentError, ArgumentTypeError, FallbackWarning, PsgradError, is_out_of_memory
+from ..errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    FallbackWarning,
+    PsgradError,
+    is_out_of_memory,
+)
 from ..quantities.clipped import clipped_grad
 from ..quantities.clipping import ClippedGrad, bounds_of
 from ..quantities.factored import factored_grads
@@ -21,7 +29,8 @@ from ..quantities.norms import per_sample_norms
 from ..quantities.stats import grad_stats
 from ..quantities.sums import weighted_grad
 from ..torch_ import graphs, tracing
-from ..torch_.compiler import uncompiled
+from ..torch_.compiler import is_compiling, uncompiled
+from .capture import Capture
 from .recording import Backend, Recording, record
 from .sizes import SIZINGS, padded_size
 from .surroundings import Surroundings
@@ -156,19 +165,19 @@ class _World:
         self.sizes: dict[Any, list[int]] = {}  # of batches that there are graphs for, by the signature but for the size
 
 
-def _signature(call: _Call) -> tuple[list[Tensor], tuple[Any, Any]]:
+_facts: Callable[[Any], Any] = attrgetter("shape", "dtype", "device")
+_stride: Callable[[Any], Any] = methodcaller("stride")
+
+
+def _signature(call: _Call) -> tuple[list[Tensor], tuple[Any, ...]]:
     """The tensors of a call, and what a graph takes for granted of its arguments."""
-    tree: Any = tuple(call)
+    tree: Any = call
     leaves, spec = optree.tree_flatten(tree, none_is_leaf=True)
-    tensors: list[Tensor] = []
-    known: list[Any] = []
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            tensors.append(leaf)
-            known.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.device))
-        else:
-            known.append((type(leaf), leaf))  # True is not 1
-    return tensors, (spec, tuple(known))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    others: tuple[Any, ...] = ()
+    if len(tensors) != len(leaves):
+        others = tuple([None if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves])  # True is not 1
+    return tensors, (spec, *map(_facts, tensors), *map(_stride, tensors), others)
 
 
 # ---- the callable ----------------------------------------------------------------------------------------
@@ -182,6 +191,8 @@ class Compiled:
         self._names = list(inspect.signature(quantity).parameters)[3:]  # of arguments behind the batch
         self._check = getattr(fn, "psgrad_check", None)
         self._lock = threading.RLock()
+        self._capture = Capture(quantity, fn, self.options)
+        self._can_be_captured = quantity is not factored_grads and not self.options.get("has_aux")
         self.clear()
 
     def __repr__(self) -> str:
@@ -204,9 +215,14 @@ class Compiled:
             self._seconds = 0.0
             self._warned: set[str] = set()
 
-    @uncompiled
     def __call__(self, params: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """The quantity for these arguments, as the eager call gives it."""
+        if is_compiling() and self._can_be_captured and not kwargs.get("has_aux"):
+            return self._capture(params, batch, *args, **kwargs)
+        return self._called(params, batch, args, kwargs)
+
+    @uncompiled
+    def _called(self, params: Any, batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         options = self.options
         if args or kwargs:
             _refuse_options(kwargs)
@@ -368,11 +384,9 @@ class Compiled:
         return sizing.cut(self._finished(found, call), n, bool(call.options.get("has_aux")))
 
 
-def _but_for_size(key: Any, n: int) -> Any:
-    """A signature in which batches of any size are alike: axes of n in front, and strides."""
-    spec, known, settings = key
-    alike = [
-        (item[0][1:], item[2], item[3]) if len(item) == 4 and len(item[0]) and item[0][0] == n else item
-        for item in known
-    ]
-    return spec, tuple(alike), settings
+def _but_for_size(key: tuple[Any, ...], n: int) -> Any:
+    """A signature in which batches of any size are alike: without strides, and without axes of n in front."""
+    spec, *facts, others, settings = key
+    shapes = [fact for fact in facts if isinstance(fact[0] if fact else None, torch.Size)]
+    alike = [(shape[1:], *rest) if len(shape) and shape[0] == n else (shape, *rest) for shape, *rest in shapes]
+    return spec, tuple(alike), others, settings

@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, Literal
 
 import optree
@@ -52,10 +53,13 @@ def _run(runner: graphs.Runner, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     if is_autocasting() or torch.is_inference_mode_enabled():
         with full_precision(), torch.inference_mode(False), torch.no_grad():
             return runner(*tensors)
-    if not torch.is_grad_enabled():
+    if not any(map(_requires_grad, tensors)):
         return runner(*tensors)
     with torch.no_grad():
         return runner(*tensors)
+
+
+_requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
 
 
 def record(quantity: Callable[..., Any], fn: Any, call: tuple[Any, ...], backend: Backend) -> Recording:

@@ -128,11 +128,12 @@ def finite_of(norms: Sequence[Tensor], nonfinite: str) -> Tensor | None:
     if tracing.can_look(norms[0]):
         if all([math.isfinite(t.sum()) for t in norms]):  # noqa: C419, a third less
             return None
-    elif nonfinite == "raise" or (nonfinite == "zero" and norms[0].is_meta):
-        why, where = "and ops are being recorded", "under make_fx and its like"
-        if norms[0].is_meta:
-            why, where = "which meta tensors do not have", "for shapes alone"
-        raise ArgumentError(f'nonfinite={nonfinite!r} depends on numbers, {why}\n  say nonfinite="propagate" {where}.')
+    elif nonfinite != "propagate" and norms[0].is_meta:
+        why = "depends on numbers, which meta tensors do not have"
+        raise ArgumentError(f'nonfinite={nonfinite!r} {why}\n  say nonfinite="propagate" for shapes alone.')
+    elif nonfinite == "raise":  # whoever runs the recorded ops gets the error
+        tracing.assert_in_graph(torch.stack(list(norms)).isfinite().all(), "the gradients of a sample are not finite")
+        return None
     return torch.stack(list(norms)).isfinite().all(0)
 
 

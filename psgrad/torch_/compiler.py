@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeVar
 
+import torch
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
 C = TypeVar("C", bound=Callable[..., Any])
@@ -63,6 +64,19 @@ def eagerly() -> contextlib.AbstractContextManager[None]:
 
 class CompilerLoaded(BaseException):
     """`fn` was the first to use torch.compile (torch.cond does), too late for `eagerly`. Not for `fn` to catch."""
+
+
+def is_compiling() -> bool:
+    """Whether dynamo is reading the code that asks, rather than Python running it."""
+    return torch.compiler.is_dynamo_compiling()
+
+
+def in_graph(function: C) -> C:
+    """`function` as a part of the graph of whoever compiles its caller: its ops are recorded, its Python not read."""
+    import torch._dynamo
+
+    made: Any = torch._dynamo.nonstrict_trace(function)
+    return made  # type: ignore[no-any-return]
 
 
 _SKIPPED = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)  # itself, and what it calls

@@ -1,7 +1,8 @@
 """Whether tensors have values, and whether ops are being recorded: what may be decided by looking at numbers."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -23,14 +24,41 @@ _PROXY: Any = torch._C._TorchDispatchModeKey.PROXY
 _FAKE: Any = torch._C._TorchDispatchModeKey.FAKE
 
 
+class _Thread(threading.local):
+    captured = 0  # how many calls, one inside the other, torch.compile has a part of its graph made of
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def captured() -> Iterator[None]:
+    """Inside, ops count as recorded: torch.compile runs us on tensors without values before it records anything."""
+    _thread.captured += 1
+    try:
+        yield
+    finally:
+        _thread.captured -= 1
+
+
+def is_captured() -> bool:
+    """Whether the ops are to be a part of somebody's compiled function."""
+    return _thread.captured > 0
+
+
 def is_recorded() -> bool:
     """Whether ops are being recorded, as by make_fx: then we may not branch on values."""
-    return torch._C._get_dispatch_mode(_PROXY) is not None
+    return torch._C._get_dispatch_mode(_PROXY) is not None or _thread.captured > 0
 
 
 def unrecorded() -> AbstractContextManager[Any]:
     """Inside, nothing is recorded: tensors that are being recorded have their values there."""
     return disable_proxy_modes_tracing()
+
+
+def assert_in_graph(condition: Tensor, message: str) -> None:
+    """An op that raises where `condition` is false: when recorded ops run."""
+    torch._assert_async(condition, message)
 
 
 def can_look(t: Tensor) -> bool:

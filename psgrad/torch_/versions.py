@@ -14,7 +14,7 @@ TESTED = "2.10", "2.15"  # the oldest and the newest torch that the tests ran on
 PRIVATE: Mapping[str, str] = {  # names by their module; of alternatives (a|b) one is enough
     "torch": (
         "Tensor._backward_hooks Tensor._base Tensor._version UntypedStorage._cdata "
-        "_nested_tensor_from_mask_left_aligned "
+        "_assert_async _nested_tensor_from_mask_left_aligned "
         "_pack_padded_sequence _pad_packed_sequence ops.aten._fused_rms_norm ops.aten._prelu_kernel_backward "
         "ops.aten._scaled_dot_product_attention_math"
     ),
@@ -44,6 +44,7 @@ COMPILER: Mapping[str, str] = {  # the same of torch's compiler, which takes a s
     "torch._inductor.compile_fx": "compile_fx",
     "torch._inductor": "config",
     "torch._inductor.cpp_builder": "get_cpp_compiler",
+    "torch._dynamo": "nonstrict_trace",
 }
 
 

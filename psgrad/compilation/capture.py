@@ -1,0 +1,72 @@
+"""A quantity as a part of somebody else's graph: inside a function that torch.compile compiles."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from operator import setitem
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..engine.signals import Unrecordable
+from ..errors import UnsupportedOpError
+from ..quantities.clipped import clipped_grad
+from ..quantities.clipping import ClippedGrad
+from ..quantities.stats import GradStats, grad_stats
+from ..torch_ import tracing
+from ..torch_.compiler import in_graph
+from .surroundings import Surroundings
+
+
+class Capture:
+    """What dynamo reads in place of `Compiled`: the ops of the quantity go into its graph.
+
+    Tensors that `fn` closes over are arguments there: a graph would take their numbers for granted otherwise. Flags of
+    modules are, too, so that dynamo notices `model.eval()`. What cannot be recorded breaks the graph.
+    """
+
+    def __init__(self, quantity: Callable[..., Any], fn: Any, options: dict[str, Any]) -> None:
+        self.record_type: Any = {clipped_grad: ClippedGrad, grad_stats: GradStats}.get(quantity)
+        around = Surroundings(fn)
+        places = zip(around.dicts, around.keys, around.items, strict=True)
+        cells = zip(around.cells, around.contents, strict=True)
+        self.modules = [m for m in (*around.items, *around.contents) if isinstance(m, torch.nn.Module)]
+        self.dicts = [(home, key) for home, key, item in places if isinstance(item, Tensor)]
+        self.cells = [cell for cell, contents in cells if isinstance(contents, Tensor)]
+        self.contents: list[Tensor] = [cell.cell_contents for cell in self.cells]
+
+        def captured(met: Sequence[Tensor], flags: Any, params: Any, batch: Any, args: Any, kwargs: Any) -> Any:
+            if tracing.dispatch_modes():
+                try:
+                    with tracing.captured(), self._holding(met):
+                        found = quantity(fn, params, batch, *args, **{**options, **kwargs})
+                except Unrecordable as refusal:
+                    raise UnsupportedOpError(f"{quantity.__name__} cannot be recorded: {refusal.why}") from None
+            else:  # the graph was broken here, or its backend is Python
+                found = quantity(fn, params, batch, *args, **{**options, **kwargs})
+            return tuple(found) if self.record_type is not None else found  # dynamo takes no records
+
+        self.captured = in_graph(captured)
+
+    def __call__(self, params: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Read by dynamo, never run by Python."""
+        met = [home[key] for home, key in self.dicts] + [t for t in self.contents]  # noqa: C416, which dynamo reads
+        flags = [module.training for module in self.modules]
+        found = self.captured(met, flags, params, batch, args, kwargs)
+        return found if self.record_type is None else self.record_type(*found)
+
+    @contextlib.contextmanager
+    def _holding(self, met: Sequence[Tensor]) -> Iterator[None]:
+        """Inside, the places that `fn` reads hold these."""
+        homes, keys = [home for home, _ in self.dicts], [key for _, key in self.dicts]
+        before = [home[key] for home, key in self.dicts]
+        contents = [cell.cell_contents for cell in self.cells]
+        try:
+            list(map(setitem, homes, keys, met))
+            for cell, t in zip(self.cells, met[len(homes) :], strict=True):
+                cell.cell_contents = t
+            yield
+        finally:
+            list(map(setitem, homes, keys, before))
+            for cell, t in zip(self.cells, contents, strict=True):
+                cell.cell_contents = t
