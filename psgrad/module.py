@@ -93,7 +93,7 @@ def from_module(model: torch.nn.Module, loss: Callable[[Any, Any], Tensor]) -> t
         raise ArgumentError("no parameter of the model has requires_grad\n  set it on those to differentiate.")
 
     def fn(params: dict[str, Tensor], sample: Any) -> Tensor:
-        if not isinstance(params, Mapping) or not params.keys() <= known:
+        if not isinstance(params, (dict, Mapping)) or not params.keys() <= known:
             raise _strangers(params, known)
         inputs, target = _pair(sample)
         with Swap(slots, params):

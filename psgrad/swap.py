@@ -7,10 +7,9 @@ place of a parameter, and a small net takes a third of the time.
 
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from itertools import repeat
-from operator import is_, is_not, methodcaller, setitem
+from operator import is_, is_not
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from .errors import ArgumentError, UnsupportedOpError
 from .torch_.modules import Home, buffers_of, gradient_hooks_of, parameters_of
 
 _LOCKS: "weakref.WeakKeyDictionary[torch.nn.Module, threading.RLock]" = weakref.WeakKeyDictionary()
-_memory_of: Callable[[Tensor], int] = methodcaller("data_ptr")
+_memory_of: Callable[[Tensor], int] = Tensor.data_ptr
 
 
 class Slots:
@@ -70,7 +69,8 @@ class Slots:
 
     def put(self, values: Iterable[Any]) -> None:
         """Let the slots hold these."""
-        deque(map(setitem, self.homes, self.keys, values), maxlen=0)
+        for home, key, value in zip(self.homes, self.keys, values, strict=True):
+            home[key] = value
 
 
 class Given:
@@ -146,8 +146,9 @@ class Swap:
         slots, held = self.slots, HELD
         self.missing = missing = [] if all(map(is_, slots.there(), self.given)) else self._missing()
         slots.put(self.there)
-        for home, key, there in reversed(self.beside):  # two modules may share a home
-            home[key] = there
+        if self.beside:
+            for home, key, there in reversed(self.beside):  # two modules may share a home
+                home[key] = there
         held.holdings.pop()
         held.locks.pop()
         slots.lock.release()

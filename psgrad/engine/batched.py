@@ -5,7 +5,7 @@ own.
 """
 
 from collections.abc import Callable
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import optree
@@ -27,7 +27,7 @@ from .rule_call import UseRecord
 from .signals import Diverged, NeedsLoop, Rerun
 from .writes import refuse_lost_writes
 
-_contiguous: Callable[[Tensor], Tensor] = methodcaller("contiguous")
+_contiguous: Callable[[Tensor], Tensor] = Tensor.contiguous
 _leaf_of: Callable[[Source], Tensor] = attrgetter("leaf")
 
 
@@ -69,7 +69,8 @@ _USUAL = RunOptions()
 
 def _attempt(problem: Problem, collector: Collector, options: RunOptions, log: list[UseRecord] | None) -> Outcome:
     """One forward and one backward."""
-    n, before, mode = problem.n, problem.versions(), Mode(problem, collector, options, log)
+    n, callers, mode = problem.n, problem.callers, Mode(problem, collector, options, log)
+    before = versions_of(callers)
     roots = list(map(_contiguous, problem.params))
     leaves = [p.expand(n, *p.shape).requires_grad_() for p in roots]
     mode.anchor = leaves[0]
@@ -79,12 +80,12 @@ def _attempt(problem: Problem, collector: Collector, options: RunOptions, log: l
         losses = levels.unwrap(out.loss, n, level)
         aux = [levels.unwrap(a, n, level) for a in out.aux] if out.aux else []
     except (Exception, Diverged, NeedsLoop) as error:  # most likely samples are to run in another way, from the start
-        if problem.versions() != before and not isinstance(error, PsgradError) and not is_out_of_memory(error):
+        if versions_of(callers) != before and not isinstance(error, PsgradError) and not is_out_of_memory(error):
             raise _changed(problem, before, "and has to run more than once") from None
         raise
     finally:
         levels.leave()
-    if problem.versions() != before:
+    if versions_of(callers) != before:
         raise _changed(problem, before, "in a way that psgrad did not see")
     mode.draws.check()
     if mode.view_copies:

@@ -167,7 +167,7 @@ class FactorCollector(Collector):
     """The factors themselves, without the graph they come from."""
 
     def __init__(self, params: Sequence[Tensor], n: int) -> None:
-        super().__init__(params, n)
+        self.params, self.n = list(params), n
         self.terms: dict[int, list[Placement]] = {}  # by the source's index
         self.held = 0  # bytes
 

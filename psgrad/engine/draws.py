@@ -4,7 +4,8 @@ Under vmap one draw serves all samples, each with numbers of its own. Where `fn`
 to draw the same, as it does when samples run one after the other: so they do.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ RANDOM = frozenset(
 )
 
 
+_is_cpu: Callable[[Tensor], bool] = attrgetter("is_cpu")
 _ATTENTION = F.scaled_dot_product_attention
 
 
@@ -48,10 +50,8 @@ class Draws:
         self.watches = randomness == "different" and (are_noted() or is_captured() or not dispatch_modes())
         self.seedings = seedings() if self.watches else None
         self.elsewhere: dict[torch.device, Tensor] = {}
-        for p in params:
-            if not p.is_cpu:
-                self.elsewhere = self._states() if self.watches else {}
-                break
+        if self.watches and not all(map(_is_cpu, params)):
+            self.elsewhere = self._states()
 
     def _states(self) -> dict[torch.device, Tensor]:
         """The states of generators off the CPU, where seeding is not noticed as such."""

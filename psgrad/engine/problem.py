@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, ArgumentTypeError
-from ..torch_.storage import versions_of
 
 Index = slice | Tensor
 
@@ -53,12 +52,12 @@ class Problem(NamedTuple):
         """The paths of all parameters; worked out when asked for, which is seldom."""
         return paths(self.params_spec, "params")
 
-    def versions(self) -> list[int]:
-        """How often each parameter has been written to, and each tensor of the batch, if that is the caller's."""
+    @property
+    def callers(self) -> list[Tensor]:
+        """What `fn` must not write to: the parameters, and the tensors of the batch, if that is the caller's."""
         if self.own_batch:
-            return versions_of(self.params)
-        batch = self.batch if all(self.batched) else [t for t in self.batch if isinstance(t, Tensor)]
-        return versions_of((*self.params, *batch))
+            return self.params
+        return self.params + [t for t in self.batch if isinstance(t, Tensor)]
 
     @property
     def requires_grad(self) -> bool:

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from typing import Any
 
 import optree
@@ -13,6 +13,7 @@ from ..errors import ArgumentError, ArgumentTypeError
 from ..torch_ import levels
 from .held import HELD
 from .problem import Problem, generators, kind_of, paths
+from .trees import flatten
 
 
 def is_nested() -> bool:
@@ -74,8 +75,8 @@ def check_positive(name: str, value: object) -> None:
         raise ArgumentError(f"{name}={value!r} is not a positive int\n  give one, or None for no bound.")
 
 
-_is_inference: Callable[[Tensor], bool] = methodcaller("is_inference")
-_is_real: Callable[[Tensor], bool] = methodcaller("is_floating_point")
+_is_inference: Callable[[Tensor], bool] = Tensor.is_inference
+_is_real: Callable[[Tensor], bool] = Tensor.is_floating_point
 _TENSORS = {Tensor}
 _requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
 
@@ -96,7 +97,7 @@ def _own(t: Tensor) -> Tensor:
 
 
 def flat_params(params: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
-    leaves, spec = optree.tree_flatten(params)
+    leaves, spec = flatten(params)
     if set(map(type, leaves)) == _TENSORS and all(map(_is_real, leaves)):  # as it nearly always is
         return leaves, spec
     for i, leaf in enumerate(leaves):
@@ -133,7 +134,7 @@ def _is_sampled(leaf: Any, dim: Any) -> bool:
 def _flat_batch(
     batch: Any, in_dims: Any, own: Callable[[Tensor], Tensor]
 ) -> tuple[list[Any], list[bool], optree.PyTreeSpec, int]:
-    leaves, spec = optree.tree_flatten(batch, none_is_leaf=True)
+    leaves, spec = flatten(batch, none_is_leaf=True)
     if type(in_dims) is int and in_dims == 0:
         sizes = [t.shape[0] if isinstance(t, Tensor) and t.dim() else -1 for t in leaves]
         if sizes and min(sizes) == max(sizes) >= 0:  # as most batches are

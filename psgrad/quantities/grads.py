@@ -13,6 +13,7 @@ from ..engine.batched import Outcome
 from ..engine.collectors import DenseCollector
 from ..engine.ladder import differentiating, join, no_outcome
 from ..engine.problem import Problem, paths
+from ..engine.trees import flatten
 from ..engine.validate import is_nested, validated
 from ..errors import ArgumentError, ArgumentTypeError
 from ..factors import huge_pages
@@ -188,7 +189,7 @@ def per_sample_grads(
                 target.copy_(rows)
         result = out
     else:
-        result = optree.tree_unflatten(problem.params_spec, grads)
+        result = problem.params_spec.unflatten(grads)
     if not has_aux:
         return (result, outcome.values) if return_value else result
     assert outcome.aux_spec is not None
@@ -247,7 +248,7 @@ class Grads(Quantity[list[Any], list[Tensor]]):
 
 def _buffers(out: Any, problem: Problem) -> list[Tensor]:
     """`out` checked, as contiguous tensors to write into."""
-    leaves, spec = optree.tree_flatten(out)
+    leaves, spec = flatten(out)
     if spec != problem.params_spec:
         raise ArgumentError(f"out has another structure than params\n  params: {problem.params_spec}\n  out: {spec}")
     buffers = []

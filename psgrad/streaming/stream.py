@@ -4,8 +4,9 @@ A quantity says how its answer starts, what a chunk adds to it, and how it ends.
 quantities share, finds a chunk size that keeps `max_bytes`, and folds.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import optree
@@ -27,6 +28,7 @@ from . import budget
 from .blocks import Block, Meta
 from .progress import Bar
 
+_dtype_of: Callable[[Tensor], torch.dtype] = attrgetter("dtype")
 State = TypeVar("State")
 Result = TypeVar("Result")
 Run = Callable[[Problem, Callable[[Problem], Any]], Iterator[Group[Any]]]  # `engine.collect`, or what the planner has
@@ -182,8 +184,14 @@ def fold(
     return quantity.finish(state), joined(problem, outcomes)
 
 
-def chunks(problem: Problem, step: int, bar: Bar | None = None) -> Iterator[tuple[slice, Problem]]:
+def chunks(problem: Problem, step: int, bar: Bar | None = None) -> Iterable[tuple[slice, Problem]]:
     """The samples, `step` at a time; `bar` hears of each chunk that is done."""
+    if step >= problem.n > 0 and bar is None:
+        return [(slice(0, problem.n), problem)]
+    return _chunks(problem, step, bar)
+
+
+def _chunks(problem: Problem, step: int, bar: Bar | None) -> Iterator[tuple[slice, Problem]]:
     for start in range(0, problem.n, max(step, 1)):
         rows = slice(start, min(start + step, problem.n))
         yield rows, problem if step >= problem.n else problem.rows(rows)
@@ -269,7 +277,7 @@ def metas(problem: Problem) -> tuple[Meta, ...]:
 
 def dtype_of(problem: Problem) -> torch.dtype:
     """The dtype of norms."""
-    return widest(*[p.dtype for p in problem.params])
+    return widest(*set(map(_dtype_of, problem.params)))
 
 
 def no_values(problem: Problem) -> Tensor:
@@ -305,4 +313,4 @@ def tree_of_sums(problem: Problem, totals: Sequence[Tensor | None]) -> Any:
         torch.zeros_like(p, memory_format=torch.contiguous_format) if t is None else cast(t, p.dtype)
         for t, p in zip(totals, problem.params, strict=True)
     ]
-    return optree.tree_unflatten(problem.params_spec, leaves)
+    return problem.params_spec.unflatten(leaves)

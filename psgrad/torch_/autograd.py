@@ -54,6 +54,8 @@ def in_full_precision(function: Callable[..., R]) -> Callable[..., R]:
 
     @wraps(function)
     def precise(*args: Any, **kwargs: Any) -> R:
+        if not is_autocasting():
+            return function(*args, **kwargs)
         with full_precision():
             return function(*args, **kwargs)
 

@@ -6,7 +6,7 @@ Views of one storage may lie side by side, or in between: `is_distinct` and `fir
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from math import gcd
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ def shares_memory(a: Tensor, b: Tensor) -> bool:
 
 version_of: Callable[[Tensor], int] = attrgetter("_version")  # how often a tensor has been written to
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")  # what a tensor is a view of, as far as autograd knows
-is_view: Callable[[Tensor], bool] = methodcaller("_is_view")  # whether autograd knows a tensor as a view of another
+is_view: Callable[[Tensor], bool] = Tensor._is_view  # whether autograd knows a tensor as a view of another
 
 
 def versions_of(tensors: Iterable[Tensor]) -> list[int]:

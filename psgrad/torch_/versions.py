@@ -13,7 +13,7 @@ TESTED = "2.10", "2.15"  # the oldest and the newest torch that the tests ran on
 
 PRIVATE: Mapping[str, str] = {  # names by their module; of alternatives (a|b) one is enough
     "torch": (
-        "Tensor._backward_hooks Tensor._base Tensor._version UntypedStorage._cdata "
+        "Tensor._backward_hooks Tensor._base Tensor._is_view Tensor._version UntypedStorage._cdata "
         "_assert_async _nested_tensor_from_mask_left_aligned "
         "_pack_padded_sequence _pad_packed_sequence ops.aten._fused_rms_norm ops.aten._prelu_kernel_backward "
         "ops.aten._scaled_dot_product_attention_math"
@@ -27,7 +27,8 @@ PRIVATE: Mapping[str, str] = {  # names by their module; of alternatives (a|b) o
     "torch._C._dynamo.eval_frame": "_FrameAction.SKIP _FrameExecStrategy set_code_exec_strategy",
     "torch._C._functorch": (
         "_add_batch_dim _unwrap_batched _vmap_decrement_nesting _vmap_increment_nesting is_batchedtensor "
-        "is_gradtrackingtensor maybe_current_level maybe_get_level pop_dynamic_layer_stack push_dynamic_layer_stack"
+        "is_functorch_wrapped_tensor is_gradtrackingtensor maybe_current_level maybe_get_level "
+        "pop_dynamic_layer_stack push_dynamic_layer_stack"
     ),
     "torch._functorch.autograd_function": "custom_function_call",
     "torch._functorch.predispatch": "lazy_load_decompositions",
