@@ -70,6 +70,16 @@ def test_the_demo_shows_what_it_says(capsys: pytest.CaptureFixture[str], monkeyp
         assert (ROOT / path).exists(), path
 
 
+@pytest.mark.parametrize(("slow", "said"), [(1.4, False), (2.0, True)])
+def test_the_demo_says_where_others_had_the_cores(
+    slow: float, said: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "timed", lambda runs, budget: {name: [1.0, slow, slow] for name in runs})
+    model, batch = demo.make_model(), (torch.zeros(2, 1, 8, 8), torch.zeros(2, dtype=torch.long))
+    demo.compare_times(model, dict(model.named_parameters()), batch, 0.0)
+    assert (f"half of its runs took {slow:.1f} times as long" in capsys.readouterr().out) == said
+
+
 def test_the_demo_ends_quietly_when_nobody_reads_on() -> None:
     pytest.importorskip("sklearn")
     command = f"{shlex.quote(sys.executable)} -m psgrad | head -n 1"
