@@ -65,6 +65,9 @@ def test_the_demo_shows_what_it_says(capsys: pytest.CaptureFixture[str], monkeyp
     norms = [float(found) for found in re.findall(r"  norm (\d+\.\d)", surprises)]
     assert len(norms) == 10
     assert norms == sorted(norms, reverse=True)
+    usual = re.search(r"median gradient of 297 held-out digits has norm (\S+)\.", surprises)
+    assert usual
+    assert norms[-1] > 10 * float(usual[1])
     assert len(re.findall(r"\d ms *\d+\.\d x", times)) == 8
     for path in re.findall(r"(?:docs|notebooks)[\w/.]*", onwards):
         assert (ROOT / path).exists(), path
