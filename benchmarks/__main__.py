@@ -48,6 +48,7 @@ class Command(NamedTuple):
 def earlier(args: argparse.Namespace, run: Run) -> Iterable[Plan]:
     """No tables, but the figures of other runs."""
     run.records += [record for file in args.files for record in results.read(file)]
+    run.about["runs"] = [results.about(file) for file in args.files]
     return ()
 
 
@@ -57,6 +58,7 @@ IN_MEMORY = MODELS | {"quantity": THREE, "kind": "memory", "n": None}
 GROWING = MODELS | {"quantity": THREE, "peers": ",".join(GROWTH)}
 TRAINED = MODELS | {"quantity": "norms,clipped", "peers": "psgrad", "kind": "time,memory", "n": None}
 BOUNDED = {"quantity": THREE, "n": None, "only": ",".join(name for name in WORKLOADS if name != "mlp-tiny")}
+EARLIER = {"files": None, "pages": False}
 FITTED = {"seconds": None, "json": Path("build/bench/fit.json")}
 COMMANDS = {
     "workloads": Command("models beside every peer", workloads.plans, 30, WORKLOADS, QUICK, MODELS | {"n": None}),
@@ -67,7 +69,7 @@ COMMANDS = {
     "layers": Command("each op's rule beside its ordinary backward", layers.plans, 10, FAMILIES, "rms_norm,add", {}),
     "bounded": Command("max_bytes beside fixed chunk sizes", bounded.plans, 3, WORKLOADS, "conv3d", BOUNDED),
     "fit": Command("draws convolutions, fits the costs of their strategies", convolutions.fitting, 2, (), "", FITTED),
-    "read": Command("figures of earlier runs, to compare or to draw", earlier, 0, (), "", {"files": None}),
+    "read": Command("figures of earlier runs, to compare, draw or show", earlier, 0, (), "", EARLIER),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "seconds": {"type": float, "help": "how long to measure; 0: fits what the file of --json has"},
@@ -85,6 +87,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "against": {"type": Path, "metavar": "FILE", "help": "say what got worse since the run that wrote FILE"},
     "every": {"action": "store_true", "help": "with --against: every figure of both runs, and averages"},
     "plots": {"type": Path, "metavar": "DIR", "help": "draw the figures there (needs matplotlib)"},
+    "pages": {"action": "store_true", "help": "write the figures into the README and docs/measurements.md"},
 }
 
 
@@ -121,6 +124,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from . import plot
 
         print(*plot.draw(run.records, args.plots), sep="\n")
+    if getattr(args, "pages", False):
+        from . import pages
+
+        print(*pages.write(run.records), sep="\n")
     return int(missed > 0)
 
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import platform
 import sys
 import time
 import warnings
@@ -51,7 +52,9 @@ def setup(threads: int = 2) -> dict[str, Any]:
     torch.set_num_threads(threads)
     # Malloc keeps what is freed up to the largest block that ever was, 32 MB at most: as in a process that trains.
     torch.empty((32 << 20) - (64 << 10), dtype=torch.uint8)
-    return {"torch": torch.__version__, "dtype": "float32", "threads": threads, "cores": os.cpu_count()}
+    versions = {"torch": torch.__version__, "python": platform.python_version()}
+    machine = {"threads": threads, "cores": os.cpu_count()}
+    return {"date": time.strftime("%Y-%m-%d", time.gmtime())} | versions | {"dtype": "float32"} | machine
 
 
 def progress(text: str, row: bool = False) -> None:

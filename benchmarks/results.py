@@ -172,6 +172,11 @@ def read(file: Path) -> list[Record]:
     return [Record(**{**record, "measured": Measured(**record["measured"])}) for record in records]
 
 
+def about(file: Path) -> dict[str, Any]:
+    """What a run says of itself."""
+    return {key: value for key, value in json.loads(file.read_text()).items() if key not in ("bars", "records")}
+
+
 def describe(error: BaseException, package: str = "") -> str:
     """An exception on one short line."""
     if isinstance(error, ModuleNotFoundError) and package and error.name == package:

@@ -96,9 +96,14 @@ def test_a_clipped_sum() -> None:
     assert f"norm of the sum {math.hypot(*(float(g.norm()) for g in step.grad.values())):.4g}" in re.sub(
         r"\s+", " ", tags.text
     )
-    above = step._repr_html_()
-    assert above is not None
-    assert above.count('<rect x="') == len(re.findall("samples: ", above))
+    shown_bars = re.findall(
+        r'<rect x="[^>]*fill="([^"]*)"[^>]*><title>(\d+) samples: (\S+) to ([^\s<]+)<', step._repr_html_() or ""
+    )
+    assert sum(int(count) for _, count, _, _ in shown_bars) == 12
+    for fill, _, low, high in shown_bars:  # what was clipped stands out
+        if not float(low) < bound < float(high):
+            assert (fill == display.ACCENT) == (float(low) >= bound)
+    assert {fill for fill, *_ in shown_bars} == {display.ACCENT, "currentColor"}
 
 
 def test_samples_that_do_not_count_are_in_no_picture() -> None:
@@ -249,6 +254,20 @@ def test_histograms_of_any_numbers(values: list[float], bound: float | None) -> 
         assert sum(int(n) for n in re.findall(r"(\d+) samples", tags.text)) == len(values)
     else:
         assert text == ""
+
+
+def test_a_histogram_says_what_it_leaves_out() -> None:
+    text = display.histogram(torch.tensor([1.0, torch.nan, 2.0, torch.inf]), "norms")
+    assert "2 not finite, not shown" in text
+    assert "not shown" not in display.histogram(torch.ones(3), "norms")
+    assert "norms: 3 not finite, not shown" in display.histogram(torch.full((3,), torch.nan), "norms")
+
+
+@pytest.mark.parametrize(
+    ("share", "width"), [(0.0, "0.0"), (0.25, "21.0"), (1.0, "84.0"), (7.0, "84.0"), (-1.0, "0.0"), (math.nan, "0.0")]
+)
+def test_a_meter_is_filled_by_its_share(share: float, width: str) -> None:
+    assert re.findall(r'<rect width="([\d.]+)"', display.meter(share)) == ["84", width]
 
 
 def test_what_cannot_be_shown_leaves_it_to_the_text() -> None:

@@ -4,6 +4,7 @@
 """
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,14 @@ def test_there_are_notebooks() -> None:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(path: Path) -> None:
-    printed = outputs(execute(path))
-    assert [out.text for out in printed if out.output_type == "stream" and out.name == "stderr"] == []
+    printed = [out.text for out in outputs(execute(path)) if out.output_type == "stream" and out.name == "stderr"]
+    lines = [line for text in printed for line in re.split(r"[\r\n]+", text) if line.strip()]
+    assert [line for line in lines if not re.match(r"psgrad\.\w+: +\d", line)] == []  # but bars of progress=True
+
+
+def test_a_long_cell_shows_its_progress() -> None:
+    shown = [out for path in NOTEBOOKS for out in outputs(nbformat.read(path, as_version=4)) if "text" in out]
+    assert any(re.search(r"psgrad\.gram: 100%", out.text) for out in shown if out.name == "stderr")
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

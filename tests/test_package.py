@@ -65,9 +65,22 @@ def test_the_demo_shows_what_it_says(capsys: pytest.CaptureFixture[str], monkeyp
     norms = [float(found) for found in re.findall(r"  norm (\d+\.\d)", surprises)]
     assert len(norms) == 10
     assert norms == sorted(norms, reverse=True)
+    usual = re.search(r"median gradient of 297 held-out digits has norm (\S+)\.", surprises)
+    assert usual
+    assert norms[-1] > 10 * float(usual[1])
     assert len(re.findall(r"\d ms *\d+\.\d x", times)) == 8
     for path in re.findall(r"(?:docs|notebooks)[\w/.]*", onwards):
         assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize(("slow", "said"), [(1.4, False), (2.0, True)])
+def test_the_demo_says_where_others_had_the_cores(
+    slow: float, said: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "timed", lambda runs, budget: {name: [1.0, slow, slow] for name in runs})
+    model, batch = demo.make_model(), (torch.zeros(2, 1, 8, 8), torch.zeros(2, dtype=torch.long))
+    demo.compare_times(model, dict(model.named_parameters()), batch, 0.0)
+    assert (f"half of its runs took {slow:.1f} times as long" in capsys.readouterr().out) == said
 
 
 def test_the_demo_ends_quietly_when_nobody_reads_on() -> None:

@@ -271,13 +271,13 @@ def one_call(s: Sheet) -> None:
     s.text(186, 360, "gives the input's gradient, and a factor per parameter", "ink", 12.5)
     ends = (
         (20, "written out", "per_sample_grads"),
-        (207, "norms, let go", "per_sample_norms"),
-        (394, "kept, then summed", "clipped_grad"),
-        (581, "kept", "factored_grads, gram"),
+        (200, "norms, let go", "per_sample_norms"),
+        (380, "kept, then summed", "clipped_grad"),
+        (560, "kept", "factored_grads, gram"),
     )
     for x, what, who in ends:
-        s.arrow(370 + (x + 70 - 370) * 0.42, 372, x + 70, 408)
-        s.box(x, 408, 140 if x < 581 else 150, 50)
+        s.arrow(370 + (x + 80 - 370) * 0.42, 372, x + 80, 408)
+        s.box(x, 408, 160, 50)
         s.text(x + 11, 429, what, size=12.5)
         s.text(x + 12, 448, who, "soft", 11, code=True)
 
