@@ -23,7 +23,7 @@ def answer(mode: "Mode", call: "TorchCall") -> Any:
     """A Python value from a batched tensor, where all samples give the same."""
     t = call.args[0]
     if not mode.is_innermost or not levels.is_batched(t, mode.level):
-        return call.run()
+        return answer_for_all(call) if assumptions.are_noted() and not levels.is_transformed(t) else call.run()
     rows = levels.lower(t, mode.n, mode.level).detach()
     if assumptions.are_noted():
         return _answer_to_stay(mode, call, rows)
@@ -34,11 +34,27 @@ def _answer_to_stay(mode: "Mode", call: "TorchCall", rows: Tensor) -> Any:
     """The same while ops are recorded: a graph is good for samples that give the same answer."""
     with tracing.unrecorded():
         found, value = _answer(mode, call, rows), rows[:1].clone()
-    if call.func in _TRUTHS:
-        assumptions.assume((rows != 0) == found)
-    else:
-        assumptions.assume((rows == value) | (rows.isnan() & value.isnan()))
+    _assume(call.func, rows, found, value)
     return found
+
+
+def answer_for_all(call: "TorchCall") -> Any:
+    """The same of a tensor that all samples share."""
+    t = call.args[0].detach()
+    with tracing.unrecorded():
+        found, value = call.run(), t.clone()
+    _assume(call.func, t, found, value)
+    return found
+
+
+def _assume(func: Any, t: Tensor, found: Any, value: Tensor) -> None:
+    """That `t` will have the same answer, `found`, or the same `value`."""
+    if func in _TRUTHS:
+        assumptions.assume((t != 0) == found)
+    elif t.is_floating_point():  # 0.0 and -0.0 are two answers
+        assumptions.assume(((t == value) & (t.signbit() == value.signbit())) | (t.isnan() & value.isnan()))
+    else:
+        assumptions.assume(t == value)
 
 
 def _answer(mode: "Mode", call: "TorchCall", rows: Tensor) -> Any:

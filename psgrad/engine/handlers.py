@@ -39,7 +39,7 @@ from ..torch_.storage import storage_of
 from ..torch_.tracing import NO_VALUES
 from ..torch_.watching import FunctionCall, says_vmap, vmaps_its_backward
 from . import checkpoint, constants, faults, op_loop, ragged_indexing
-from .answers import answer, graph_of, pretend_requires_grad, requires_grad
+from .answers import answer, answer_for_all, graph_of, pretend_requires_grad, requires_grad
 from .control_flow import body_of
 from .draws import RANDOM, draws
 from .of_params import run_once
@@ -252,9 +252,19 @@ def write(mode: "Mode", call: "TorchCall") -> Any:
 
 def make(mode: "Mode", call: "TorchCall") -> Any:
     """A tensor that `fn` makes, perhaps to write samples into it."""
+    if assumptions.are_noted() and any(_is_size(a) for a in call.args):
+        int_of = lambda a: answer_for_all(mode.again(call, torch.Tensor.__int__, (a,), {}))
+        call = mode.again(call, call.func, tuple([int_of(a) if _is_size(a) else a for a in call.args]), call.kwargs)
+        return call.run() if not mode.options.new_per_sample else with_sample_axis(mode, call.run())
     if not mode.options.new_per_sample or call.operands.params:
         return NotImplemented
     return with_sample_axis(mode, call.run())
+
+
+def _is_size(value: Any) -> bool:
+    """Whether an argument is an integer in a tensor that all samples share."""
+    plain = isinstance(value, Tensor) and not value.dim() and not levels.is_transformed(value)
+    return plain and not value.is_floating_point() and not value.is_complex()
 
 
 def leave_to_vmap(mode: "Mode", call: "TorchCall") -> Any:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from ..torch_ import tracing
@@ -16,6 +17,7 @@ from ..torch_ import tracing
 
 class _Thread(threading.local):
     conditions: list[Tensor] | None = None  # None: nobody would look at them
+    doubts: list[Tensor] | None = None  # None: whoever doubts looks at once
 
 
 _thread = _Thread()
@@ -29,6 +31,42 @@ def noted() -> Iterator[list[Tensor]]:
         yield _thread.conditions
     finally:
         _thread.conditions = before
+
+
+# ---- eager calls: looks that wait for one another ----------------------------------------------------------
+
+LOOKS_AT_ONCE = frozenset({"cpu", "meta"})  # devices whose numbers are there when they are asked for
+
+
+def waits(t: Tensor) -> bool:
+    """Whether a look at `t` makes the host wait for its device: then all looks of a call are better one."""
+    return t.device.type not in LOOKS_AT_ONCE and not tracing.is_recorded()
+
+
+@contextmanager
+def doubted() -> Iterator[list[Tensor]]:
+    """Inside, what is doubted is noted in the list in place of a look; whoever asks looks at all of it, once."""
+    before, _thread.doubts = _thread.doubts, []
+    try:
+        yield _thread.doubts
+    finally:
+        _thread.doubts = before
+
+
+def doubt(condition: Callable[[], Tensor]) -> bool:
+    """Whether somebody will look at `condition`, booleans, later: until then it counts as true."""
+    if _thread.doubts is None:
+        return False
+    _thread.doubts.append(condition().all())
+    return True
+
+
+def hold(conditions: list[Tensor]) -> bool:
+    """One look at all conditions."""
+    return not conditions or bool(torch.stack([c.to(conditions[0].device) for c in conditions]).all())
+
+
+# ---- graphs --------------------------------------------------------------------------------------------------
 
 
 def are_noted() -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..torch_ import tracing
 from ..torch_.storage import base_of
-from . import costs
+from . import assumptions, costs
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -108,6 +108,8 @@ def lost_below(dtype: torch.dtype) -> float:
 def suspects(t: Tensor, least: float) -> Tensor | None:
     """The indices at which `t` (N,) is not above `least`, or not finite; None where there are none. One look."""
     if type(t) is not Tensor or t.is_meta or len(t) == 0:  # shapes alone have no values to look at
+        return None
+    if assumptions.doubt(lambda: (t > least) & (t < inf)):
         return None
     low, high = t.aminmax()  # NaN where there is one
     if float(low) > least and float(high) < inf:

@@ -125,6 +125,8 @@ def finite_of(norms: Sequence[Tensor], nonfinite: str) -> Tensor | None:
         for t in norms:
             assumptions.assume(t.sum().isfinite())
         return None
+    if assumptions.doubt(lambda: torch.stack(list(norms)).isfinite()):
+        return None
     if tracing.can_look(norms[0]):
         if all([math.isfinite(t.sum()) for t in norms]):  # noqa: C419, a third less
             return None

@@ -16,6 +16,7 @@ from ..engine.ladder import join, no_outcome
 from ..engine.problem import Problem, generators, rewind
 from ..engine.validate import is_nested, validated
 from ..errors import ArgumentError, FallbackWarning, place_of, reason_of
+from ..factors import assumptions
 from ..factors.numerics import flat
 from ..streaming.blocks import norm_of_all
 from ..streaming.stream import Quantity, Run, check_step, counted, dtype_of, no_values, stream
@@ -207,7 +208,19 @@ def norms_of_chunk(
 
     `repeats_draws`: whatever way they are found, random numbers are drawn from where the generators are now.
     """
-    draws = generators(chunk.params) if repeats_draws else {}
+    waits = assumptions.waits(chunk.params[0])
+    draws = generators(chunk.params) if repeats_draws or waits else {}
+    if waits:
+        with assumptions.doubted() as doubts:
+            found = norms_of_chunk_at_once(chunk, run, per_param, draws)
+        if assumptions.hold(doubts):
+            return found
+        rewind(draws)
+    return norms_of_chunk_at_once(chunk, run, per_param, draws)
+
+
+def norms_of_chunk_at_once(chunk: Problem, run: Run, per_param: bool, draws: Any) -> tuple[list[Tensor], Outcome]:
+    """The same, with as many looks at values as there are doubts."""
     try:
         return _norms_by(_early, chunk, run, per_param)
     except NormTakenTooEarly:

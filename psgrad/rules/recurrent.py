@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..registry.rule import Composite
-from ..torch_ import kernels
+from ..torch_ import kernels, tracing
 from .recurrence import GRU, LSTM, RNN_RELU, RNN_TANH, Layer
 
 _LSTM = LSTM.functions[0]
@@ -141,15 +141,19 @@ def _cell(layer: Layer) -> Callable[..., Any]:
 
 def _pack(input: Any, lengths: Any, batch_first: bool) -> tuple[Any, Tensor]:
     """torch.nn.utils.rnn.pack_padded_sequence; `tolist` parts samples whose sequences have other lengths."""
-    where = torch.arange(input.shape[0] * input.shape[1], device=input.device).view(input.shape[:2])
-    index, batch_sizes = kernels.pack_padded_sequence(where, torch.tensor(lengths.tolist()), batch_first)
+    sizes = lengths.tolist()
+    with tracing.unrecorded():  # places follow from the lengths, which a graph takes for granted
+        where = torch.arange(input.shape[0] * input.shape[1], device=input.device).view(input.shape[:2])
+        index, batch_sizes = kernels.pack_padded_sequence(where, torch.tensor(sizes), batch_first)
     return input.flatten(0, 1)[index], batch_sizes
 
 
 def _padding(data: Any, batch_sizes: Any, batch_first: bool, length: int) -> tuple[Tensor, Tensor]:
     """Where in packed data each step of each sequence is, one past its end for padding; the sequences' lengths."""
-    where, sizes = torch.arange(len(data), device=data.device), torch.tensor(batch_sizes.tolist())
-    index, lengths = kernels.pad_packed_sequence(where, sizes, batch_first, len(data), length)
+    given = batch_sizes.tolist()
+    with tracing.unrecorded():
+        where, sizes = torch.arange(len(data), device=data.device), torch.tensor(given)
+        index, lengths = kernels.pad_packed_sequence(where, sizes, batch_first, len(data), length)
     return index, lengths
 
 
