@@ -11,9 +11,10 @@ from torch import Tensor
 from .. import display
 from ..annotations import Norms, P
 from ..engine.problem import paths
+from ..engine.validate import is_nested
 from ..errors import ArgumentError, ArgumentTypeError
 from ..factors.numerics import norm_of_norms
-from ..torch_ import tracing
+from ..torch_ import levels, tracing
 
 
 class ClippedGrad(NamedTuple, Generic[P, Norms]):
@@ -156,11 +157,13 @@ def check_max_norm(max_norm: Any, where: str = "max_norm") -> tuple[Any, float]:
     if not number and not (isinstance(max_norm, Tensor) and max_norm.numel() == 1 and not max_norm.is_complex()):
         raise ArgumentTypeError(f"{where} is a {type(max_norm).__name__}, not a number\n  give a positive number.")
     value = math.nan
-    if number or tracing.can_look(max_norm):
-        value = float(max_norm)
+    if number or (tracing.can_look(max_norm) and not levels.hides_values(max_norm)):
+        value = float(max_norm.detach() if isinstance(max_norm, Tensor) else max_norm)
         if not value > 0:
             raise ArgumentError(f"{where}={value} is not positive\n  give a positive number; inf clips nothing.")
-    return max_norm.detach().reshape(()) if isinstance(max_norm, Tensor) else max_norm, value
+    if not isinstance(max_norm, Tensor):
+        return max_norm, value
+    return (max_norm if is_nested() else max_norm.detach()).reshape(()), value
 
 
 def bounds_of(max_norm: Any, params: Any, count: int) -> Bounds:

@@ -244,8 +244,7 @@ class FactoredGrads(Generic[P]):
             raise ArgumentTypeError(
                 f"other is a {type(other).__name__}, not a FactoredGrads\n  give what factored_grads returned."
             )
-        if other._spec != self._spec or [m[:2] for m in other._metas] != [m[:2] for m in self._metas]:
-            raise ArgumentError("other holds the gradients of other parameters\n  give the same params to both.")
+        other._check_like(self._spec, self._metas)
 
         def against(block: Block) -> Tensor:
             return other._gathered(
@@ -256,6 +255,11 @@ class FactoredGrads(Generic[P]):
             ).mT
 
         return self._gathered((self._n, other._n), against)
+
+    def _check_like(self, spec: optree.PyTreeSpec, params: Sequence[Meta]) -> None:
+        """Raise where these are gradients of other parameters."""
+        if self._spec != spec or [m[:2] for m in self._metas] != [m[:2] for m in params]:
+            raise ArgumentError("other holds the gradients of other parameters\n  give the same params to both.")
 
     @in_full_precision
     def dense(self) -> P:

@@ -20,6 +20,7 @@ from ..engine.validate import check_positive, is_nested
 from ..errors import ArgumentError
 from ..factors import costs
 from ..factors.numerics import cast, widest
+from ..torch_ import levels
 from . import budget
 from .blocks import Block, Meta
 from .progress import Bar
@@ -70,11 +71,16 @@ class Counted(NamedTuple):
     problem: Problem  # of these alone
     places: Tensor | None  # which they are; None: all
     n: int
+    mask: Tensor | None = None  # (N,) booleans: all run, but those where it is False only stand in for others
+
+    def masked(self, t: Tensor) -> Tensor:
+        """Rows of the samples that run, with zeros for those that only stand in for others."""
+        return t if self.mask is None else kept_rows(t, self.mask)
 
     def among_zeros(self, t: Tensor) -> Tensor:
         """Rows of the samples that count among zeros for the others."""
         if self.places is None:
-            return t
+            return self.masked(t)
         return t.new_zeros(self.n, *t.shape[1:]).index_copy_(0, self.places.to(t.device), t)
 
     def with_aux(self, result: Any, outcome: Outcome) -> Any:
@@ -93,10 +99,26 @@ def counted(problem: Problem, valid: Any) -> Counted:
         raise ArgumentError(
             f"valid is {what}, not a tensor of booleans of shape ({problem.n},)\n  give one per sample."
         )
+    if levels.hides_values(valid):
+        return Counted(problem.rows(stand_ins(valid)), None, problem.n, valid)
     if bool(valid.all()):
         return Counted(problem, None, problem.n)
     index = valid.nonzero()[:, 0]
     return Counted(problem.rows(index), index, problem.n)
+
+
+def kept_rows(t: Tensor, mask: Tensor) -> Tensor:
+    """Rows of `t` where `mask` (N,) is True, zeros elsewhere."""
+    return torch.where(mask.view(-1, *[1] * (t.dim() - 1)).to(t.device), t, torch.zeros_like(t))
+
+
+def stand_ins(mask: Tensor) -> Tensor:
+    """Indices (N,) by which every sample outside of `mask` becomes one of those in it, without a look at values.
+
+    A sample that is not to count cannot be left out where `mask` differs between the calls of a vmap. Its own numbers
+    must not run all the same: zero times a derivative that is infinite is NaN.
+    """
+    return torch.where(mask, torch.arange(len(mask), device=mask.device), mask.byte().argmax())
 
 
 # ---- the fold --------------------------------------------------------------------------------------------

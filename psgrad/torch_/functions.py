@@ -44,6 +44,11 @@ def is_about_the_tensor(func: Any) -> bool:
     return is_attribute(func) or getattr(func, "__name__", "") in _ABOUT_THE_TENSOR
 
 
+def is_hook(func: Any) -> bool:
+    """Whether `func` hangs a hook on the gradient of a tensor."""
+    return getattr(func, "__name__", "") == "register_hook"
+
+
 MAKERS = frozenset(  # of tensors that `fn` might then write to
     function
     for name in (

@@ -55,6 +55,15 @@ def is_differentiated(t: Tensor) -> bool:
     return bool(_ft.is_gradtrackingtensor(t))
 
 
+def hides_values(t: Tensor) -> bool:
+    """Whether `t` has other numbers for every call that some vmap makes at once, so that none can be read."""
+    while is_transformed(t):
+        if is_batched_tensor(t):
+            return True
+        t = _ft.get_unwrapped(t)
+    return False
+
+
 def lower(t: Tensor, n: int, level: int) -> Tensor:
     """The (N, ...) tensor behind a batched one; an unbatched one is the same for every sample."""
     inner: Tensor

@@ -26,8 +26,9 @@ PRIVATE: Mapping[str, str] = {  # names by their module; of alternatives (a|b) o
     ),
     "torch._C._dynamo.eval_frame": "_FrameAction.SKIP _FrameExecStrategy set_code_exec_strategy",
     "torch._C._functorch": (
-        "_add_batch_dim _unwrap_batched _vmap_decrement_nesting _vmap_increment_nesting is_batchedtensor "
-        "is_gradtrackingtensor maybe_current_level maybe_get_level pop_dynamic_layer_stack push_dynamic_layer_stack"
+        "_add_batch_dim _unwrap_batched _vmap_decrement_nesting _vmap_increment_nesting get_unwrapped is_batchedtensor "
+        "is_functorch_wrapped_tensor is_gradtrackingtensor maybe_current_level maybe_get_level pop_dynamic_layer_stack "
+        "push_dynamic_layer_stack"
     ),
     "torch._functorch.autograd_function": "custom_function_call",
     "torch._functorch.predispatch": "lazy_load_decompositions",
