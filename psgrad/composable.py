@@ -18,10 +18,11 @@ from torch.overrides import TorchFunctionMode
 from .engine.batched import Outcome
 from .engine.ladder import no_outcome
 from .engine.problem import Problem
+from .errors import PsgradError, is_out_of_memory
 from .factors import costs
 from .registry.rule import RULES, Call, Composite, Decline, Needs, Rule
 from .torch_ import levels, operators
-from .torch_.functions import GRAPHS, is_hook
+from .torch_.functions import GRAPHS, is_hook, scales_by_frequency
 from .torch_.storage import is_view
 from .torch_.watching import CUSTOM_FUNCTION_CALL
 
@@ -177,7 +178,7 @@ class _OpGrad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        args = ctx.saved_tensors
+        args = [t if t is None else levels.alive(t) for t in ctx.saved_tensors]
         where = _tensors(args)
         pull: Any = torch.func.vjp(_partial(_gradient(ctx.spec), args, where), *(args[i] for i in where))[1]
         found: list[Tensor | None] = [None] * len(args)
@@ -312,8 +313,8 @@ def composed(problem: Problem, step: int | None = None) -> tuple[list[Tensor], O
 def composed_sum(problem: Problem, weights: Tensor) -> tuple[list[Tensor], Outcome] | None:
     """The gradient of the losses, each counting with its weight: nothing of N x P is held.
 
-    None where Python of the user's runs in the backward, which need not be linear in its cotangent: then weights must
-    not go through it.
+    None where that will not do: Python of the user's runs in the backward, which need not be linear in its cotangent,
+    so that weights must not go through it; or torch refuses `grad(vmap(fn))`, which it does not of `vmap(grad(fn))`.
     """
     loss, mode = _Loss(problem), _WatchBackward()
     each = torch.vmap(loss, in_dims=(None, 0), randomness=problem.randomness)
@@ -328,6 +329,10 @@ def composed_sum(problem: Problem, weights: Tensor) -> tuple[list[Tensor], Outco
         with mode:
             sums, (values, aux) = torch.func.grad(total, has_aux=True)(problem.params)
     except _NotLinear:
+        return None
+    except Exception as error:
+        if isinstance(error, PsgradError) or is_out_of_memory(error):
+            raise
         return None
     return sums, Outcome(values, aux, loss.aux_spec)
 
@@ -353,13 +358,22 @@ class _NotLinear(BaseException):
 
 
 class _WatchBackward(_UseRules):
-    """The rules; and whether Python of the user's will run in the backward: a Function, an operator, a hook."""
+    """The rules; and whether what runs in the backward may be no derivative, nor linear.
+
+    That is Python of the user's, in a Function, an operator, a hook; and an embedding scaled by frequency, of whose
+    backward torch has no derivative by the cotangent.
+    """
 
     is_linear = True
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is CUSTOM_FUNCTION_CALL:
             self.is_linear &= args[0] in (_Op, _OpGrad)
-        elif func in GRAPHS or is_hook(func) or operators.is_custom(func):
+        elif (
+            func in GRAPHS
+            or is_hook(func)
+            or operators.is_custom(func)
+            or scales_by_frequency(func, args, kwargs or {})
+        ):
             self.is_linear = False
         return super().__torch_function__(func, types, args, kwargs)

@@ -24,7 +24,6 @@ from .clipping import Bounds
 
 Sums = Sequence[Tensor | None]
 Draws = dict[torch.device, Tensor]  # the states of generators
-MODERATE = (1e-6, 1e6)  # weights that a backward in float32 takes without harm
 
 
 def step_of(problem: Problem, chunk_size: int | None, max_bytes: int | float | str | None) -> int:
@@ -115,21 +114,24 @@ def sums(there: Counted, weights: Tensor, step: int) -> tuple[Sums, Outcome]:
 
 def _sum_of_chunk(chunk: Problem, weights: Tensor, draws: Draws) -> tuple[Sums, Outcome]:
     """By the gradient of the weighted losses, or where that will not do, from gradients written out."""
-    if all(p.element_size() >= 4 for p in chunk.params) and _is_moderate(weights):
-        found = composed_sum(chunk, weights)
-        if found is not None:
-            return found
+    if all(p.element_size() >= 4 for p in chunk.params):  # others are summed in a wider dtype
+        largest = weights.detach().abs().amax()
+        scale = torch.where((largest > 0) & (largest < inf), largest, 1)  # weights far from 1 may leave the range
+        found = composed_sum(chunk, weights / scale)
+        if found is not None and not _has_bad_losses(found[1]):
+            own, outcome = found
+            return [None if t is None else t * scale.to(t) for t in own], outcome
         rewind(draws)
     grads, outcome = composed(chunk)
     return _weighted(grads, [weights] * len(grads)), outcome
 
 
-def _is_moderate(weights: Tensor) -> bool:
-    """Whether weights, as far as we may know, stay in range when they go through a backward."""
-    if not _can_read(weights) or not len(weights):
-        return True
-    sizes = weights.abs()
-    return bool(((sizes == 0) | ((sizes >= MODERATE[0]) & (sizes <= MODERATE[1]))).all())
+def _has_bad_losses(outcome: Outcome) -> bool:
+    """Whether a loss is not finite, be its gradient finite: a mean over labels that are all ignored, which is 0 / 0.
+
+    The derivative by the weight of that loss would go through the division.
+    """
+    return _can_read(outcome.values) and not bool(outcome.values.isfinite().all())
 
 
 def sums_by_norms(there: Counted, weigh: Callable[[Tensor], Tensor], step: int) -> tuple[Sums, Outcome]:
@@ -183,14 +185,10 @@ def _clip_chunk(
     finite = torch.stack(norms).isfinite().all(0)
     if nonfinite == "raise":
         _refuse_hidden(finite)
-    if nonfinite == "zero" and not (_can_read(finite) and bool(finite.all())):
-        if _can_read(finite) and bool(finite.any()):  # once more without them: 0 times their derivatives may be NaN
-            rewind(draws)
-            grads, _ = composed(chunk.rows(stand_ins(finite)))
-            again = _norms_under(grads, bounds, chunk)
-            norms = [torch.where(finite, own, old.detach()) for own, old in zip(again, norms, strict=True)]
-        else:
-            grads = [kept_rows(g, finite) for g in grads]
+    if nonfinite == "zero" and not _can_read(finite):
+        grads = [kept_rows(g, finite) for g in grads]
+    elif nonfinite == "zero" and not bool(finite.all()):  # 0 times the derivatives of the others may be NaN
+        grads, norms = _without(finite, chunk, bounds, grads, norms, draws)
     counts = finite if nonfinite == "zero" else torch.ones_like(finite)
     w = [_clip_weights(t, bound) for t, bound in zip(norms, bounds.each, strict=True)]
     if nonfinite == "propagate":
@@ -198,6 +196,18 @@ def _clip_chunk(
     left = counts if mask is None else counts & mask
     w = [torch.where(left, own, 0) for own in w]
     return _weighted(grads, [w[k] for k in bounds.group]), norms, counts, outcome
+
+
+def _without(
+    finite: Tensor, chunk: Problem, bounds: Bounds, grads: list[Tensor], norms: list[Tensor], draws: Draws
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients and norms of a chunk in which samples that are not finite have no graph: it runs again without them."""
+    if not bool(finite.any()):
+        return [torch.zeros_like(g).detach() for g in grads], [t.detach() for t in norms]
+    rewind(draws)
+    again, _ = composed(chunk.rows(stand_ins(finite)))
+    pairs = zip(_norms_under(again, bounds, chunk), norms, strict=True)
+    return again, [torch.where(finite, own, old.detach()) for own, old in pairs]
 
 
 def _clip_weights(norms: Tensor, bound: Any) -> Tensor:
@@ -211,7 +221,7 @@ def _refuse_hidden(finite: Tensor) -> None:
     """nonfinite="raise" has to look at numbers."""
     if not _can_read(finite):
         raise ArgumentError(
-            'nonfinite="raise" depends on numbers, which cannot be read inside vmap\n'
+            'nonfinite="raise" depends on numbers, which cannot be read inside vmap or another call of psgrad\n'
             '  say nonfinite="zero" to leave samples out whose gradients are not finite, or nonfinite="propagate".'
         )
 
