@@ -3,6 +3,7 @@
 The reference is the literal formula on rows from a loop over samples, under transforms that loop, too.
 """
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -158,8 +159,8 @@ INSIDE: dict[str, Callable[[Setting, Quantity, Tools], Any]] = {
     "vmap(grad)": lambda s, q, t: t.vmap(grad(lambda p, x: scalar(q(p, x))), (None, 0))(s.p, _two(s.x)),
     "hessian": lambda s, q, t: t.hessian(lambda p: scalar(q(p, s.x)))(s.p),
 }
-HESSIANS = ["linear-vector", "network"]  # where all of them together take a few seconds
 SMALL = ["linear-vector", "conv1d-groups", "group-norm", "network"]
+PAIRS = [(name, transform) for name in SMALL for transform in INSIDE if transform != "hessian" or name != "network"]
 
 
 @pytest.fixture(autouse=True)
@@ -176,11 +177,8 @@ def compare(s: Setting, transform: str, question: str) -> None:
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
-@pytest.mark.parametrize("transform", INSIDE)
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(("name", "transform"), PAIRS)
 def test_every_quantity_under_every_transform(name: str, transform: str, question: str) -> None:
-    if transform == "hessian" and name not in HESSIANS:
-        pytest.skip("slow")
     compare(setting(name), transform, question)
 
 
@@ -194,7 +192,8 @@ def test_stock_modules(name: str, transform: str, question: str) -> None:
 def test_some_are_clipped_and_some_are_not() -> None:
     torch.manual_seed(0)
     over = [norms_of(vmap(grad(s.f), (None, 0))(s.p, s.x)) > BOUND for s in map(setting, SMALL)]
-    assert any(t.all() for t in over) and any(t.any() and not t.all() for t in over)
+    assert any(t.all() for t in over)
+    assert any(t.any() and not t.all() for t in over)
 
 
 @pytest.mark.parametrize("case", TWICE, ids=lambda case: case.id)
@@ -335,22 +334,39 @@ def test_the_rules_run(seen: list[Seen]) -> None:
     s = setting("network")
     backward = ["layer_norm", "linear", "group_norm", "conv1d"]
     jvp(lambda w: psgrad.weighted_grad(s.f, s.p, s.x, w), (weights(),), (weights(),))
-    assert seen == [Seen(rule, True, True, N) for rule in backward]  # all samples at once, summed by the rule
+    assert seen == [Seen(rule, True, True, N) for rule in backward[::2]]  # summed by the rule, where torch is no match
     for question in ("norms", "clipped", "gram", "stats"):
         seen.clear()
         jvp(lambda t, question=question: QUESTIONS[question].ours(s.f, s.p, s.x * t), *[(torch.tensor(1.0),)] * 2)
         assert seen == [Seen(rule, True, False, N) for rule in backward]  # all samples at once, rows written out
 
 
+@pytest.mark.parametrize("name", ["layer-norm", "embedding", "lstm"])
+def test_sums_by_rules(name: str, seen: list[Seen]) -> None:
+    s = setting(name)
+    vmap(lambda t: psgrad.weighted_grad(s.f, s.p, s.x, weights()))(torch.zeros(1))
+    assert {run[1:] for run in seen} == {(True, True, N)}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_use_rules_sums_where_a_whole_batch_is_differentiated(name: str, seen: list[Seen]) -> None:
+    s = setting(name)
+    total = lambda p: vmap(s.f, (None, 0))(p, s.x).sum()
+    with psgrad.use_rules():
+        found = grad(total)(s.p)
+    assert {run[1:] for run in seen} == {(True, True, N)}
+    assert_close(found, grad(total)(s.p))
+
+
 def test_the_rules_run_for_batches_of_a_vmap(seen: list[Seen], monkeypatch: pytest.MonkeyPatch) -> None:
-    s = setting("linear-vector")
+    s = setting("layer-norm-no-bias")
     wanted = REFERENCE.vmap(lambda x: summed(looped(grad(s.f), (None, 0))(s.p, x), weights()))(_two(s.x))
     assert_close(vmap(lambda x: psgrad.weighted_grad(s.f, s.p, x, weights()))(_two(s.x)), wanted)
-    assert seen == [Seen("linear", True, False, 2 * N)]  # the rows of both make a tile
+    assert seen == [Seen("layer_norm", True, False, 2 * N)]  # the rows of both make a tile
     seen.clear()
     monkeypatch.setattr(costs, "TILE", 1)
     assert_close(vmap(lambda x: psgrad.weighted_grad(s.f, s.p, x, weights()))(_two(s.x)), wanted)
-    assert seen == [Seen("linear", True, True, N)] * 2
+    assert seen == [Seen("layer_norm", True, True, N)] * 2
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -365,6 +381,7 @@ def test_sums_of_calls_that_do_not_fit_a_tile(name: str, monkeypatch: pytest.Mon
 WIDE: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
     "linear": (lambda: nn.Sequential(nn.Linear(64, 80), nn.Tanh(), nn.Linear(80, 64)), lambda n: draw(n, 64)),
     "conv": (lambda: nn.Sequential(nn.Conv1d(32, 32, 5), nn.GroupNorm(2, 32)), lambda n: draw(n, 1, 32, 6)),
+    "bilinear": (lambda: Pair(), lambda n: draw(n, 16)),
     "embedding": (lambda: nn.Embedding(500, 8), lambda n: torch.randint(500, (n, 3))),
     "tied embedding": (lambda: Wide(), lambda n: torch.randint(100, (n, 3))),
     "matmul": (lambda: Bare(), lambda n: draw(n, 64)),
@@ -375,6 +392,15 @@ class Wide(Tied):
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(100, 64)
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Bilinear(16, 16, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, x)
 
 
 class Bare(nn.Module):
@@ -416,7 +442,8 @@ def test_chunks_of_a_clipped_sum_inside_vmap() -> None:
         with Watch() as watch:
             vmap(ask)(torch.tensor([1.0]))
         most.append(watch.most)
-    assert 16 * largest <= most[0] and most[1] <= 5 * largest
+    assert most[0] >= 16 * largest
+    assert most[1] <= 5 * largest
 
 
 # ---- where derivatives need care -----------------------------------------------------------------------------
@@ -443,6 +470,15 @@ def test_a_gradient_of_zero(order: Any) -> None:
     wanted = order(lambda w: plain(w, X[some]))(W)
     wanted = wanted + order(lambda w: scalar(grad(square)(w, X[1])))(W)
     assert_close(order(lambda w: clipped(w, X))(W), wanted)
+
+
+def test_a_parameter_without_a_gradient_beside_others() -> None:
+    params = {"a": W, "b": torch.ones(2)}
+    fn = lambda p, x: square(p["a"], x) + 0 * p["b"].sum()
+    norms = lambda p: psgrad.per_sample_norms(fn, p, X[::2]).sum()
+    found = jacrev(grad(norms))(params)
+    assert_close(found["a"]["a"], jacrev(grad(lambda w: psgrad.per_sample_norms(square, w, X[::2]).sum()))(W))
+    assert_close(found["b"], {"a": torch.zeros(2, 2), "b": torch.zeros(2, 2)})
 
 
 def test_a_norm_that_is_the_bound_counts_as_not_clipped() -> None:
@@ -540,29 +576,21 @@ VALID = {
 
 
 def numbers(found: Any) -> list[Tensor]:
-    return [torch.as_tensor(t, dtype=torch.float64) for t in optree.tree_leaves(found)]
+    """Every tensor and every number of a result."""
+    return [torch.as_tensor(t).double() for t in optree.tree_leaves(found)]
 
 
 @pytest.mark.parametrize("name", VALID)
 def test_valid_inside_grad(name: str) -> None:
     """Samples that do not count touch neither values nor derivatives."""
-    ask, valid = VALID[name], torch.tensor([True, False, True, True])
-    values = []
-    found = grad(lambda w: scalar((values.append(ask(w, BAD, valid=valid)), numbers(values[0]))[1]))(W)
-    assert found.isfinite().all()
-    outside = ask(W, BAD, valid=valid)
-    tensors = [t.detach() if isinstance(t, Tensor) else t for t in optree.tree_leaves(values[0])]
-    torch.testing.assert_close([torch.as_tensor(_plain(t), dtype=torch.float64) for t in tensors], numbers(outside))
-    eps = 1e-6
-    for i in range(2):
-        shift = torch.eye(2)[i] * eps
-        above, below = (scalar(numbers(ask(w, BAD, valid=valid))) for w in (W + shift, W - shift))
-        torch.testing.assert_close(found[i], (above - below) / (2 * eps), rtol=1e-6, atol=1e-6)
-
-
-def _plain(t: Any) -> Any:
-    """The numbers of a tensor that belonged to a transform."""
-    return t.tolist() if isinstance(t, Tensor) else t
+    ask, valid, eps = VALID[name], torch.tensor([True, False, True, True]), 1e-6
+    values, slopes = jvp(lambda w: numbers(ask(w, BAD, valid=valid)), (W,), (W,))
+    torch.testing.assert_close(values, numbers(ask(W, BAD, valid=valid)))
+    above, below = (numbers(ask(w, BAD, valid=valid)) for w in (W + eps * W, W - eps * W))
+    difference = [(a - b) / (2 * eps) for a, b in zip(above, below, strict=True)]
+    torch.testing.assert_close(slopes, difference, rtol=1e-6, atol=1e-6)
+    total = lambda w: scalar(numbers(ask(w, BAD, valid=valid)))
+    torch.testing.assert_close(grad(total)(W) @ W, scalar(difference), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("chunk_size", [None, 3])
@@ -628,7 +656,7 @@ def test_weights_are_checked_inside_transforms(name: str) -> None:
 
 def test_bounds_are_checked_where_they_can_be_read() -> None:
     ask = lambda c: psgrad.clipped_grad(square, W, X, c).grad.sum()
-    with pytest.raises(psgrad.ArgumentError, match="max_norm=-1.0 is not positive"):
+    with pytest.raises(psgrad.ArgumentError, match=re.escape("max_norm=-1.0 is not positive")):
         grad(ask)(torch.tensor(-1.0))
     with pytest.raises(psgrad.ArgumentError, match="chunk_size=0 is not a positive int"):
         grad(lambda w: psgrad.clipped_grad(square, w, X, 1.0, chunk_size=0).grad.sum())(W)

@@ -118,6 +118,10 @@ def clipped_grad(
     allow even one sample's factors, two passes: norms first, then the weighted gradient. A gradient of norm 0
     stays as it is. One sample more or less moves the sum by at most `sensitivity`: `ClippedGrad` says when.
 
+    Inside a torch.func transform it is a differentiable function of params, batch and `max_norm`, which writes the
+    gradients out, chunk by chunk. A gradient whose norm is just the bound counts as not clipped. Inside `vmap` numbers
+    cannot be read: say nonfinite="zero" or "propagate".
+
     Args:
         fn, params, batch, in_dims, randomness, chunk_size, max_bytes, progress: as for `per_sample_grads`.
         max_norm: a positive number; or a pytree prefix of params, for example one number per layer: then each

@@ -41,6 +41,8 @@ class ClippedGrad(NamedTuple, Generic[P, Norms]):
         count: how many samples are in the sum: those that are `valid`, less those that `nonfinite="zero"` left out.
         sensitivity: how far one sample can move `grad`. It is `max_norm`, or where there are several bounds the square
             root of the sum of their squares; NaN where `max_norm` is a tensor without a value, as meta tensors are.
+
+    Inside a torch.func transform `count` and `sensitivity` are tensors of one number, as vmap returns nothing else.
     """
 
     grad: P

@@ -79,6 +79,8 @@ def gram(
     are held at a time, and each runs once for every other: the fewer chunks, the better. To ask several questions
     of one batch, keep its `factored_grads` and give that as `other`.
 
+    Inside a torch.func transform it is a differentiable function of params and batches; N x P numbers are held there.
+
     Args:
         fn, params, batch, in_dims, randomness, chunk_size, max_bytes, progress: as for `per_sample_grads`.
         other: another batch for the same `fn` and `in_dims`, or a `FactoredGrads`; None: the batch itself.

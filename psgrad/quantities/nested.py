@@ -6,7 +6,7 @@ norm of 0 has the derivative 0, of any order; a gradient whose norm is just the 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from math import inf, nan
+from math import inf, nan, sqrt
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from ..composable import composed, composed_sum
 from ..engine.batched import Outcome
 from ..engine.problem import Problem, generators, rewind
 from ..errors import ArgumentError
-from ..factors.numerics import flat, weighted_sum_of, widened
+from ..factors.numerics import flat, lost_below, suspects, weighted_sum_of, widened
 from ..streaming.stream import Counted, check_step, chunks, dtype_of, joined, kept_rows, no_values, stand_ins
 from ..torch_ import levels, tracing
 from ..torch_.autograd import in_full_precision
@@ -55,6 +55,11 @@ def norms_of_rows(grads: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     parts = [flat(g).to(device, dtype) for g in grads if g.shape[1:].numel()]
     if not parts:
         return torch.zeros(len(grads[0]), dtype=dtype, device=device)
+    each = torch.stack([torch.linalg.vector_norm(part, dim=1) for part in parts])
+    least = sqrt(max(part.shape[1] for part in parts) * lost_below(dtype))
+    if _can_read(each) and suspects(each.detach().flatten(), least) is None:  # as it mostly is: half the time
+        norms: Tensor = torch.linalg.vector_norm(each, dim=0)
+        return norms
     largest = torch.stack([part.detach().abs().amax(1) for part in parts]).amax(0)
     scale = torch.where((largest > 0) & (largest < inf), largest, 1)  # it cancels out, and so do its derivatives
     squares = torch.stack([(part / scale[:, None]).square().sum(1) for part in parts]).sum(0)
@@ -114,7 +119,7 @@ def sums(there: Counted, weights: Tensor, step: int) -> tuple[Sums, Outcome]:
 
 def _sum_of_chunk(chunk: Problem, weights: Tensor, draws: Draws) -> tuple[Sums, Outcome]:
     """By the gradient of the weighted losses, or where that will not do, from gradients written out."""
-    if all(p.element_size() >= 4 for p in chunk.params):  # others are summed in a wider dtype
+    if all(p.dtype.itemsize >= 4 for p in chunk.params):  # others are summed in a wider dtype
         largest = weights.detach().abs().amax()
         scale = torch.where((largest > 0) & (largest < inf), largest, 1)  # weights far from 1 may leave the range
         found = composed_sum(chunk, weights / scale)

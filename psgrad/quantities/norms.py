@@ -134,8 +134,9 @@ def per_sample_norms(
         per_param: the norms of each parameter's gradients, a pytree like params with leaves (N,).
         valid: (N,) booleans; the other samples do not run, and their norms are 0.
         differentiable: the result is attached to the autograd graph of params and batch, for gradient
-            penalties. Writes the gradients out, chunk by chunk. Inside a torch.func transform always so. The graph
-            needs the activations of all samples, so that `max_bytes` has no effect then, and `progress` neither.
+            penalties. Writes the gradients out, chunk by chunk. Inside a torch.func transform always so. A norm of 0
+            has the derivative 0. The graph needs the activations of all samples, so that `max_bytes` has no effect
+            then, and `progress` neither.
         has_aux: `fn` returns `(loss, aux)`; aux comes back with a leading sample axis, zeros where not `valid`.
         chunk_size, max_bytes, progress: as for `per_sample_grads`.
 

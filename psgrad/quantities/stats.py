@@ -146,6 +146,8 @@ def grad_stats(
     written out a few samples at a time where a layer's factors do not give the variance otherwise; N x P numbers
     are never held.
 
+    Inside a torch.func transform it is a differentiable function of params and batch; N x P numbers are held there.
+
     Args:
         fn, params, batch, in_dims, randomness, chunk_size, max_bytes, progress: as for `per_sample_grads`.
         valid: (N,) booleans; the other samples do not run and do not count, their entries are 0.

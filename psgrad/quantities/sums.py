@@ -98,6 +98,9 @@ def weighted_grad(
     not `valid`, and returns the weights (N,); with more than one chunk that takes two passes, which draw the same
     random numbers. A sample with weight 0 does not count, not even if its gradient is NaN.
 
+    Inside a torch.func transform it is a differentiable function of params, batch and weights. Given a tensor, nothing
+    of N x P is held there either. A sample with weight 0 runs like any other, as its weight may have a derivative.
+
     Args:
         fn, params, batch, in_dims, randomness, chunk_size, max_bytes, progress: as for `per_sample_grads`.
         weights: (N,), or a function of the norms.

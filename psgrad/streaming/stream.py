@@ -234,7 +234,7 @@ def check_step(problem: Problem, chunk_size: int | None, max_bytes: int | float 
 
 
 def refuse_inside_transforms(name: str) -> None:
-    """These are not differentiable functions."""
+    """For what is no differentiable function: factors cannot be differentiated."""
     if is_nested():
         raise ArgumentError(
             f"{name} is called inside a torch.func transform\n"
