@@ -812,6 +812,28 @@ def test_factored_grads_as_the_other_of_gram() -> None:
         grad(lambda w: psgrad.gram(square, w, X, other).sum())(W)
 
 
+KEPT = {
+    "weights": lambda fg, t: fg.weighted_sum(torch.ones(3) * t),
+    "max_norm": lambda fg, t: fg.clipped_grad(t).grad,
+    "max_norm, of each": lambda fg, t: fg.clipped_sum(t),
+}
+
+
+@pytest.mark.parametrize("transform", [grad, vmap, lambda f: lambda t: jvp(f, (t,), (t,))])
+@pytest.mark.parametrize("what", KEPT)
+def test_transforms_do_not_go_through_what_is_kept(what: str, transform: Any) -> None:
+    kept = psgrad.factored_grads(square, W, X)
+    t = torch.ones(2) if transform is vmap else torch.tensor(1.0)
+    with pytest.raises(psgrad.ArgumentError) as error:
+        transform(lambda t: KEPT[what](kept, t).sum())(t)
+    name = what.partition(",")[0]
+    assert str(error.value) == (
+        f"{name} belongs to a torch.func transform, which does not go through kept gradients\n"
+        f"  call psgrad.{'clipped_grad' if name == 'max_norm' else 'weighted_grad'} there."
+    )
+    kept.weighted_sum(weights())
+
+
 # ---- inside psgrad -------------------------------------------------------------------------------------------
 
 

@@ -20,6 +20,7 @@ from ..factors import huge_pages, plain_data
 from ..factors.numerics import cast, widest
 from ..streaming.blocks import Block, Meta, add_sums, blocks_joined, gathered, norms_of_block, norms_of_param
 from ..streaming.stream import Quantity, Run, blocks_of, metas, refuse_inside_transforms, stream
+from ..torch_ import levels
 from ..torch_.autograd import in_full_precision
 from ..torch_.compiler import uncompiled
 from ..torch_.storage import identity_of, storage_of
@@ -183,6 +184,8 @@ class FactoredGrads(Generic[P]):
         check_nonfinite(nonfinite)
         like = self._tree([self.values] * len(self._metas))  # of which the structure alone counts
         bounds = bounds_of(max_norm, like, len(self._metas))
+        for bound in bounds.each:
+            _refuse_transformed("max_norm", bound, "clipped_grad")
         if len(bounds.each) == 1:
             norms = [self.norms()]
         else:
@@ -210,6 +213,7 @@ class FactoredGrads(Generic[P]):
         return self._tree([cast(t, m.dtype) for t, m in zip(leaves, self._metas, strict=True)])
 
     def _weights(self, weights: Any) -> Tensor:
+        _refuse_transformed("weights", weights, "weighted_grad")
         if not isinstance(weights, Tensor) or tuple(weights.shape) != (self._n,):
             what = (
                 f"has shape {tuple(weights.shape)}" if isinstance(weights, Tensor) else f"is a {type(weights).__name__}"
@@ -461,6 +465,15 @@ for _method in (
     "__getitem__",
 ):
     uncompiled(getattr(FactoredGrads, _method))
+
+
+def _refuse_transformed(what: str, t: Any, instead: str) -> None:
+    """Transforms do not go through what is kept: a derivative would be 0, without a word."""
+    if isinstance(t, Tensor) and levels.is_transformed(t):
+        raise ArgumentError(
+            f"{what} belongs to a torch.func transform, which does not go through kept gradients\n"
+            f"  call psgrad.{instead} there."
+        )
 
 
 def added(parts: Sequence[Tensor | None]) -> Tensor | None:
