@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import psgrad
 from psgrad import composable as _composable
 from psgrad.factors import costs
+from psgrad.quantities import nested
 
 from .cases import Case, default_dtype, loss
 from .test_borders import CLAMPS
@@ -429,6 +430,17 @@ def test_a_weighted_sum_inside_grad_holds_nothing_of_n_times_p(name: str) -> Non
     assert watch.most >= n * largest
 
 
+@pytest.mark.parametrize("name", NETS)
+def test_sums_of_real_nets_write_no_gradients_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, draw_x = NETS[name]
+    net, x = make(), draw_x()
+    params = {k: p.detach() for k, p in net.named_parameters()}
+    fn = lambda p, x: loss(functional_call(net, p, (x,)))
+    monkeypatch.setattr(nested, "composed", None)
+    with sdpa_kernel(SDPBackend.MATH):
+        grad(lambda p: scalar(psgrad.weighted_grad(fn, p, x, weights(4), chunk_size=3)))(params)
+
+
 def test_chunks_of_a_clipped_sum_inside_vmap() -> None:
     """Without a graph, gradients are written out for a chunk at a time."""
     make, draw_x = WIDE["linear"]
@@ -693,10 +705,23 @@ def test_a_tree_of_bounds() -> None:
     )
 
 
-@pytest.mark.parametrize("how", ["new function", "hook"])
+def _hook_on_params(p: Tensor, s: Tensor) -> Tensor:
+    h = torch.tanh(p)
+    h.register_hook(lambda g: g.clamp(-0.1, 0.1))
+    return (h * s).sum()
+
+
+NOT_LINEAR = {
+    "function": CLAMPS["new function"],
+    "hook": CLAMPS["hook"],
+    "hook on a function of params": _hook_on_params,
+}
+
+
+@pytest.mark.parametrize("how", NOT_LINEAR)
 def test_weights_where_a_backward_is_not_linear(how: str) -> None:
     """They must not go through it, as they would where the weighted losses are differentiated."""
-    fn, p, x, w = CLAMPS[how], torch.randn(3), torch.randn(5, 3), torch.tensor([5.0, -3.0, 0.1, 2.0, 1.0])
+    fn, p, x, w = NOT_LINEAR[how], torch.randn(3), torch.randn(5, 3), torch.tensor([5.0, -3.0, 0.1, 2.0, 1.0])
     rows = torch.stack([grad(fn)(p, one) for one in x])
     for options in ({}, {"chunk_size": 2}):
         values = jvp(lambda w, o=options: psgrad.weighted_grad(fn, p, x, w, **o), (w,), (torch.ones(5),))
@@ -798,6 +823,36 @@ def test_both_passes_draw_the_same_numbers(randomness: Any, chunk_size: int | No
     assert_close(clipped.norm(dim=1), torch.full((5,), 1e-3))
     for found in (total, clipped):
         assert (found - found[0]).abs().max() < 1e-12 if randomness == "same" else len(found.unique(dim=0)) == 5
+
+
+def _noisy_function(table: Tensor, i: Tensor) -> Tensor:
+    return NOT_LINEAR["function"](noisy(table, i)[None], torch.ones(1))
+
+
+def _noisy_root(table: Tensor, i: Tensor) -> Tensor:
+    return noisy(table, i) + torch.where(i == 1, noisy(0 * table, i), 0).sqrt()
+
+
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_what_runs_again_draws_the_same_numbers(chunk_size: int | None) -> None:
+    """Where the gradient of weighted losses will not do, and where samples are left out."""
+    table, index, after = torch.zeros(5, 2), torch.arange(5), []
+
+    def run(ask: Callable[[Tensor], Tensor]) -> Tensor:
+        torch.manual_seed(3)
+        found, _ = vjp(ask, table)
+        after.append(torch.rand(1))  # as many numbers were drawn
+        return found
+
+    options = {"chunk_size": chunk_size}
+    rows = run(lambda t: psgrad.per_sample_grads(_noisy_function, t, index, **options).sum(0))
+    assert_close(run(lambda t: psgrad.weighted_grad(_noisy_function, t, index, torch.ones(5), **options)), rows)
+    rows = run(lambda t: torch.nan_to_num(psgrad.per_sample_grads(_noisy_root, t, index, **options)).sum(0))
+    ask = lambda t: psgrad.clipped_grad(_noisy_root, t, index, torch.inf, nonfinite="zero", **options).grad
+    assert_close(run(ask), rows)
+    assert rows.any(1).tolist() == [True, False, True, True, True]
+    assert after[0] == after[1]
+    assert after[2] == after[3]
 
 
 def test_factored_grads_as_the_other_of_gram() -> None:
