@@ -314,21 +314,22 @@ def composed_sum(problem: Problem, weights: Tensor) -> tuple[list[Tensor], Outco
     """The gradient of the losses, each counting with its weight: nothing of N x P is held.
 
     None where that will not do: Python of the user's runs in the backward, which need not be linear in its cotangent,
-    so that weights must not go through it; or torch refuses `grad(vmap(fn))`, which it does not of `vmap(grad(fn))`.
+    or losses are in half precision, so that weights must not go through it; or torch refuses `grad(vmap(fn))`, which it
+    does not of `vmap(grad(fn))`.
     """
     loss, mode = _Loss(problem), _WatchBackward()
     each = torch.vmap(loss, in_dims=(None, 0), randomness=problem.randomness)
 
     def total(params: list[Tensor]) -> tuple[Tensor, tuple[Tensor, list[Tensor]]]:
         values, aux = each(params, loss.rows)
-        if not mode.is_linear:
-            raise _NotLinear
+        if not mode.is_linear or values.dtype.itemsize < 4:  # in which weights would be rounded
+            raise _UnfitForWeights
         return values.mul(weights.to(values.device, values.dtype)).sum(), (values, aux)
 
     try:
         with mode:
             sums, (values, aux) = torch.func.grad(total, has_aux=True)(problem.params)
-    except _NotLinear:
+    except _UnfitForWeights:
         return None
     except Exception as error:
         if isinstance(error, PsgradError) or is_out_of_memory(error):
@@ -353,8 +354,8 @@ class _Loss:
         return out.loss, out.aux
 
 
-class _NotLinear(BaseException):
-    """Ends a run whose backward may not be linear; no Exception, so that `fn` does not catch it."""
+class _UnfitForWeights(BaseException):
+    """Ends a run through whose backward weights must not go."""
 
 
 class _WatchBackward(_UseRules):

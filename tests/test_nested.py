@@ -753,6 +753,12 @@ def test_sums_of_half_precision_are_taken_in_float32(dtype: torch.dtype) -> None
     assert norms.dtype == torch.float32
 
 
+def test_weights_are_not_rounded_to_the_dtype_of_losses() -> None:
+    fn = lambda w, x: (w * x).sum().bfloat16()
+    found, _ = vjp(lambda w: psgrad.weighted_grad(fn, w, X[:1], torch.tensor([1.001])), W)
+    assert_close(found, 1.001 * X[0])
+
+
 # ---- options -------------------------------------------------------------------------------------------------
 
 
