@@ -16,19 +16,29 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .engine.batched import Outcome
+from .engine.ladder import no_outcome
 from .engine.problem import Problem
+from .errors import PsgradError, is_out_of_memory
+from .factors import costs
 from .registry.rule import RULES, Call, Composite, Decline, Needs, Rule
-from .torch_ import levels
+from .torch_ import levels, operators
+from .torch_.functions import GRAPHS, is_hook, scales_by_frequency
 from .torch_.storage import is_view
+from .torch_.watching import CUSTOM_FUNCTION_CALL
 
 
 class _Spec(NamedTuple):
-    """A bound call but for its tensors. `samples`: whether x has the sample axis in front."""
+    """A bound call but for its tensors.
+
+    `samples`: whether x has the sample axis in front. `summed`: a gradient of the parameters is that of all samples
+    together, as where a function of the whole batch is differentiated.
+    """
 
     rule: Rule
     options: Any
     samples: bool
     needs: Needs
+    summed: bool = False
 
 
 def _forward(spec: _Spec, x: Tensor, *params: Tensor | None) -> tuple[Tensor, ...]:
@@ -67,12 +77,12 @@ def _gradient(spec: _Spec) -> Callable[..., tuple[Tensor, ...]]:
     def one(g: Tensor, x: Tensor, *params: Tensor | None) -> tuple[Tensor, ...]:
         args = (x, *params)
         where = [i for i in _tensors(args) if (spec.needs.x, *spec.needs.params)[i]]
-        alone = _partial(_reference(spec._replace(samples=False)), args, where)
+        alone = _partial(_reference(spec._replace(samples=spec.summed)), args, where)
         pull: Any = torch.func.vjp(alone, *(args[i] for i in where))[1]
         found: tuple[Tensor, ...] = pull(g)
         return found
 
-    if not spec.samples:
+    if not spec.samples or spec.summed:
         return one
     return lambda g, x, *params: torch.vmap(one, in_dims=(0, 0, *[None] * len(params)))(g, x, *params)
 
@@ -113,8 +123,8 @@ class _Op(torch.autograd.Function):
         _, need_x, *need_params = ctx.needs_input_grad
         if g is None:
             return None, None, *[None] * ctx.count
-        needs = Needs(need_x, tuple(need_params))
-        found = iter(_OpGrad.apply(ctx.spec._replace(needs=needs), len(saved), g, x, *saved, *params))
+        spec = ctx.spec._replace(needs=Needs(need_x, tuple(need_params)), summed=ctx.spec.samples)
+        found = iter(_OpGrad.apply(spec, len(saved), g, x, *saved, *params))
         return None, *(next(found) if need else None for need in (need_x, *need_params))
 
     @staticmethod
@@ -141,7 +151,7 @@ class _Op(torch.autograd.Function):
 
 
 class _OpGrad(torch.autograd.Function):
-    """The op's gradient: of x, and of each parameter, per sample where the call has samples."""
+    """The op's gradient: of x, and of each parameter, per sample where the call has samples and they are not summed."""
 
     @staticmethod
     def forward(spec: _Spec, count: int, g: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
@@ -151,7 +161,11 @@ class _OpGrad(torch.autograd.Function):
         gx, factors = spec.rule.backward(spec.options, g, x, params, saved, spec.needs)
         found = [] if gx is None else [gx]
         for p, factor in zip(params, factors, strict=True):
-            if factor is not None:
+            if factor is None:
+                continue
+            if spec.summed:
+                found.append(factor.weighted_sum().reshape(p.shape).to(p.dtype))
+            else:
                 found.append(factor.dense().reshape(len(x), *p.shape).to(p.dtype))
         return tuple(t if spec.samples else t[0] for t in found)
 
@@ -164,7 +178,7 @@ class _OpGrad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        args = ctx.saved_tensors
+        args = [t if t is None else levels.alive(t) for t in ctx.saved_tensors]
         where = _tensors(args)
         pull: Any = torch.func.vjp(_partial(_gradient(ctx.spec), args, where), *(args[i] for i in where))[1]
         found: list[Tensor | None] = [None] * len(args)
@@ -192,12 +206,35 @@ class _OpGrad(torch.autograd.Function):
             return t.movedim(dim, 0) if dim is not None else t.expand(info.batch_size, *t.shape)
 
         g, x, *saved = (front(t, d) for t, d in zip((g, x, *rest[:count]), dims[: 2 + count], strict=True))
+        if spec.summed:
+            return _sums_of_calls(spec, g, x, saved, params), 0
         # as one call on all their samples would have saved it; the kernels take contiguous memory for granted
         saved = [t.flatten(0, 1).contiguous() for t in saved]
         if not spec.samples:
             return _OpGrad.apply(spec._replace(samples=True), count, g, x, *saved, *params), 0
         flat = _OpGrad.apply(spec, count, g.flatten(0, 1), x.flatten(0, 1), *saved, *params)
         return tuple(t.unflatten(0, (info.batch_size, -1)) for t in flat), 0
+
+
+def _sums_of_calls(spec: _Spec, g: Tensor, x: Tensor, saved: list[Tensor], params: Any) -> tuple[Tensor, ...]:
+    """Gradients of B calls with N samples each, summed over the samples of a call: x and g are (B, N, ...).
+
+    As many calls at once as keep the gradients of their samples in a tile; a call that does not fit is summed by the
+    rule, without them.
+    """
+    large = max((p.nbytes for p, need in zip(params, spec.needs.params, strict=True) if need), default=0)
+    step, parts = costs.tile(x.shape[1] * large), []
+    for start in range(0, len(x), step):
+        some = slice(start, start + step)
+        if step == 1:
+            one = (t[start].contiguous() for t in (g, x, *saved))
+            parts.append(tuple(t[None] for t in _OpGrad.apply(spec, len(saved), *one, *params)))
+            continue
+        rows = (t[some].flatten(0, 1).contiguous() for t in (g, x, *saved))
+        flat = _OpGrad.apply(spec._replace(summed=False), len(saved), *rows, *params)
+        each = [t.unflatten(0, (-1, x.shape[1])) for t in flat]
+        parts.append((*each[: spec.needs.x], *(t.sum(1) for t in each[spec.needs.x :])))
+    return tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
 
 def composable(rule: Rule, call: Call) -> Tensor:
@@ -257,21 +294,90 @@ def use_rules() -> Iterator[None]:
         yield
 
 
-def composed(problem: Problem, step: int) -> tuple[list[Tensor], Outcome]:
-    """Inside somebody else's transform: `vmap(grad(fn))` with the rules as composable Functions."""
-    spec: list[optree.PyTreeSpec | None] = [None]
-    batch = [t for t, b in zip(problem.batch, problem.batched, strict=True) if b]
+# ---- quantities inside somebody else's transform ---------------------------------------------------------
 
-    def loss(params: list[Tensor], rows: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        each = iter(rows)
-        sample = [next(each) if b else t for t, b in zip(problem.batch, problem.batched, strict=True)]
-        out = problem.call(params, sample)
-        spec[0] = out.aux_spec
-        return out.loss, out.aux
 
+def composed(problem: Problem, step: int | None = None) -> tuple[list[Tensor], Outcome]:
+    """Gradients by `vmap(grad(fn))` with the rules as composable Functions, `step` samples at a time."""
+    if problem.n == 0:
+        return [p.new_empty(0, *p.shape) for p in problem.params], no_outcome(problem)
+    loss = _Loss(problem)
     per_sample = torch.func.grad_and_value(loss, has_aux=True)
     with use_rules():
         grads, (values, aux) = torch.vmap(
-            per_sample, in_dims=(None, 0), randomness=problem.randomness, chunk_size=step or None
-        )(problem.params, batch)
-    return grads, Outcome(values, aux, spec[0])
+            per_sample, in_dims=(None, 0), randomness=problem.randomness, chunk_size=step
+        )(problem.params, loss.rows)
+    return grads, Outcome(values, aux, loss.aux_spec)
+
+
+def composed_sum(problem: Problem, weights: Tensor) -> tuple[list[Tensor], Outcome] | None:
+    """The gradient of the losses, each counting with its weight: nothing of N x P is held.
+
+    None where that will not do: Python of the user's runs in the backward, which need not be linear in its cotangent,
+    or losses are in half precision, so that weights must not go through it; or torch refuses `grad(vmap(fn))`, which it
+    does not of `vmap(grad(fn))`.
+    """
+    loss, mode = _Loss(problem), _WatchBackward()
+    each = torch.vmap(loss, in_dims=(None, 0), randomness=problem.randomness)
+
+    def total(params: list[Tensor]) -> tuple[Tensor, tuple[Tensor, list[Tensor]]]:
+        values, aux = each(params, loss.rows)
+        if not mode.is_linear or values.dtype.itemsize < 4:  # in which weights would be rounded
+            raise _UnfitForWeights
+        return values.mul(weights.to(values.device, values.dtype)).sum(), (values, aux)
+
+    try:
+        with mode:
+            sums, (values, aux) = torch.func.grad(total, has_aux=True)(problem.params)
+    except _UnfitForWeights:
+        return None
+    except Exception as error:
+        if isinstance(error, PsgradError) or is_out_of_memory(error):
+            raise
+        return None
+    return sums, Outcome(values, aux, loss.aux_spec)
+
+
+class _Loss:
+    """`fn` as a function of flat parameters and the rows of one sample, to be vmapped over `rows`."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.rows = [t for t, b in zip(problem.batch, problem.batched, strict=True) if b]
+        self.aux_spec: optree.PyTreeSpec | None = None
+
+    def __call__(self, params: list[Tensor], rows: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        each, problem = iter(rows), self.problem
+        sample = [next(each) if b else t for t, b in zip(problem.batch, problem.batched, strict=True)]
+        out = problem.call(params, sample)
+        self.aux_spec = out.aux_spec
+        return out.loss, out.aux
+
+
+class _UnfitForWeights(BaseException):
+    """Ends a run through whose backward weights must not go."""
+
+
+class _WatchBackward(_UseRules):
+    """The rules; and whether what runs in the backward may be no derivative, nor linear.
+
+    That is Python of the user's, in a Function, an operator, a hook; and an embedding scaled by frequency, of whose
+    backward torch has no derivative by the cotangent.
+    """
+
+    is_linear = True
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is CUSTOM_FUNCTION_CALL:
+            self.is_linear &= args[0] in (_Op, _OpGrad)
+        elif (
+            func in GRAPHS
+            or is_hook(func)
+            or operators.is_custom(func)
+            or scales_by_frequency(func, args, kwargs or {})
+        ):
+            self.is_linear = False
+        rule = COMPOSABLE.get(func)
+        if rule is not None and rule.native and rule.plain is None:  # torch sums over samples itself, in half the time
+            return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)

@@ -497,6 +497,7 @@ def _ours(s: Setting) -> PerSample:
     return lambda p, x: psgrad.per_sample_grads(s.f, p, x)
 
 
+_ONE = torch.ones((), dtype=torch.float64)
 INSIDE: dict[str, Callable[[Setting, PerSample, Tools], Any]] = {
     "grad": lambda s, g, t: grad(lambda p: _squared(g(p, s.x)))(s.p),
     "grad of the batch": lambda s, g, t: grad(lambda x: _squared(g(s.p, x)))(s.x),
@@ -505,6 +506,7 @@ INSIDE: dict[str, Callable[[Setting, PerSample, Tools], Any]] = {
     "jacrev": lambda s, g, t: t.jacrev(lambda p: g(p, s.x))(s.p),
     "jacfwd": lambda s, g, t: t.jacfwd(lambda p: g(p, s.x))(s.p),
     "jacrev(grad)": lambda s, g, t: t.jacrev(grad(lambda p: _squared(g(p, s.x))))(s.p),
+    "grad(vjp)": lambda s, g, t: grad(lambda p: _squared(vjp(lambda p: _squared(g(p, s.x)), p)[1](_ONE)))(s.p),
     "vmap(grad)": lambda s, g, t: t.vmap(grad(lambda p, x: _squared(g(p, x))), (None, 0))(s.p, _two(s.x)),
 }
 SMALL = ["linear", "conv1d-groups", "group-norm", "batch-norm", "layer-norm-no-bias", "network"]

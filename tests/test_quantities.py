@@ -1098,9 +1098,9 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
         "  give an int, a slice, a tensor of indices or a mask.",
     ),
     "transform": (
-        lambda w, x: torch.func.grad(lambda w: psgrad.clipped_grad(linear_loss, w, x, 1.0).grad.sum())(w),
+        lambda w, x: torch.func.grad(lambda w: psgrad.factored_grads(linear_loss, w, x).norms().sum())(w),
         psgrad.ArgumentError,
-        "clipped_grad is called inside a torch.func transform\n"
+        "factored_grads is called inside a torch.func transform\n"
         "  compute it from per_sample_grads there, which can be differentiated and vmapped.",
     ),
     "both-bounds": (

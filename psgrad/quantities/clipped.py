@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from ..annotations import Nonfinite, P, Randomness
-from ..engine.validate import validated
-from ..streaming.stream import Counted, counted, refuse_inside_transforms, stream, tree_of_sums
+from ..engine.validate import is_nested, validated
+from ..streaming.stream import Counted, counted, stream, tree_of_sums
 from ..torch_ import tracing
 from ..torch_.compiler import uncompiled
+from . import nested
 from .clipping import (
+    Bounds,
     ClippedGrad,
     bounds_of,
     check_nonfinite,
@@ -117,6 +119,10 @@ def clipped_grad(
     allow even one sample's factors, two passes: norms first, then the weighted gradient. A gradient of norm 0
     stays as it is. One sample more or less moves the sum by at most `sensitivity`: `ClippedGrad` says when.
 
+    Inside a torch.func transform it is a differentiable function of params, batch and `max_norm`, which writes the
+    gradients out, chunk by chunk. A gradient whose norm is just the bound counts as not clipped. Inside `vmap` numbers
+    cannot be read: say nonfinite="zero" or "propagate".
+
     Args:
         fn, params, batch, in_dims, randomness, chunk_size, max_bytes, progress: as for `per_sample_grads`.
         max_norm: a positive number; or a pytree prefix of params, for example one number per layer: then each
@@ -130,7 +136,6 @@ def clipped_grad(
     Returns:
         `ClippedGrad(grad, norms, values, count, sensitivity)`; with `has_aux` `(ClippedGrad(...), aux)`.
     """
-    refuse_inside_transforms("clipped_grad")
     check_nonfinite(nonfinite)
     problem = validated(
         fn, params, batch, in_dims=in_dims, randomness=randomness, has_aux=has_aux, save_memory=max_bytes is not None
@@ -138,6 +143,8 @@ def clipped_grad(
     bounds = bounds_of(max_norm, params, len(problem.params))
     there = counted(problem, valid)
     problem = there.problem
+    if is_nested():
+        return _nested_clipped(there, bounds, nonfinite, nested.step_of(problem, chunk_size, max_bytes))
     clip = Clip(bounds.each, bounds.group, nonfinite, there)
     found, outcome = stream(
         KeptSums(clip),
@@ -158,6 +165,22 @@ def clipped_grad(
         bounds.sensitivity,
     )
     return there.with_aux(result, outcome)
+
+
+def _nested_clipped(there: Counted, bounds: Bounds, nonfinite: str, step: int) -> Any:
+    """Inside a transform: the same as differentiable functions of params, batch and bounds."""
+    found = nested.clipped(there, bounds, nonfinite, step)
+    norms = [there.among_zeros(t) for t in found.norms]
+    if nonfinite == "raise":
+        refuse_nonfinite(torch.stack(norms).isfinite().all(0))
+    result: ClippedGrad[Any, Any] = ClippedGrad(
+        tree_of_sums(there.problem, found.sums),
+        norms[0] if bounds.spec is None else optree.tree_unflatten(bounds.spec, norms),
+        there.among_zeros(found.outcome.values),
+        found.samples,  # type: ignore[arg-type]  # a number could not leave a vmap
+        nested.sensitivity_of(bounds, norms[0]),  # type: ignore[arg-type]
+    )
+    return there.with_aux(result, found.outcome)
 
 
 class Clip(Weigh):

@@ -11,10 +11,11 @@ from torch import Tensor
 from .. import display
 from ..annotations import Norms, P
 from ..engine.problem import paths
+from ..engine.validate import is_nested
 from ..errors import ArgumentError, ArgumentTypeError
 from ..factors import assumptions
 from ..factors.numerics import norm_of_norms
-from ..torch_ import tracing
+from ..torch_ import levels, tracing
 
 
 class ClippedGrad(NamedTuple, Generic[P, Norms]):
@@ -41,6 +42,8 @@ class ClippedGrad(NamedTuple, Generic[P, Norms]):
         count: how many samples are in the sum: those that are `valid`, less those that `nonfinite="zero"` left out.
         sensitivity: how far one sample can move `grad`. It is `max_norm`, or where there are several bounds the square
             root of the sum of their squares; NaN where `max_norm` is a tensor without a value, as meta tensors are.
+
+    Inside a torch.func transform `count` and `sensitivity` are tensors of one number, as vmap returns nothing else.
     """
 
     grad: P
@@ -164,11 +167,13 @@ def check_max_norm(max_norm: Any, where: str = "max_norm") -> tuple[Any, float]:
     if not number and not (isinstance(max_norm, Tensor) and max_norm.numel() == 1 and not max_norm.is_complex()):
         raise ArgumentTypeError(f"{where} is a {type(max_norm).__name__}, not a number\n  give a positive number.")
     value = math.nan
-    if number or tracing.can_look(max_norm):
-        value = float(max_norm)
+    if number or (tracing.can_look(max_norm) and not levels.hides_values(max_norm)):
+        value = float(max_norm.detach() if isinstance(max_norm, Tensor) else max_norm)
         if not value > 0:
             raise ArgumentError(f"{where}={value} is not positive\n  give a positive number; inf clips nothing.")
-    return max_norm.detach().reshape(()) if isinstance(max_norm, Tensor) else max_norm, value
+    if not isinstance(max_norm, Tensor):
+        return max_norm, value
+    return (max_norm if is_nested() else max_norm.detach()).reshape(()), value
 
 
 def bounds_of(max_norm: Any, params: Any, count: int) -> Bounds:

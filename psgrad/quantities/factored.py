@@ -20,6 +20,7 @@ from ..factors import huge_pages, plain_data
 from ..factors.numerics import cast, widest
 from ..streaming.blocks import Block, Meta, add_sums, blocks_joined, gathered, norms_of_block, norms_of_param
 from ..streaming.stream import Quantity, Run, blocks_of, metas, refuse_inside_transforms, stream
+from ..torch_ import levels
 from ..torch_.autograd import in_full_precision
 from ..torch_.compiler import uncompiled
 from ..torch_.storage import identity_of, storage_of
@@ -183,6 +184,8 @@ class FactoredGrads(Generic[P]):
         check_nonfinite(nonfinite)
         like = self._tree([self.values] * len(self._metas))  # of which the structure alone counts
         bounds = bounds_of(max_norm, like, len(self._metas))
+        for bound in bounds.each:
+            _refuse_transformed("max_norm", bound, "clipped_grad")
         if len(bounds.each) == 1:
             norms = [self.norms()]
         else:
@@ -210,6 +213,7 @@ class FactoredGrads(Generic[P]):
         return self._tree([cast(t, m.dtype) for t, m in zip(leaves, self._metas, strict=True)])
 
     def _weights(self, weights: Any) -> Tensor:
+        _refuse_transformed("weights", weights, "weighted_grad")
         if not isinstance(weights, Tensor) or tuple(weights.shape) != (self._n,):
             what = (
                 f"has shape {tuple(weights.shape)}" if isinstance(weights, Tensor) else f"is a {type(weights).__name__}"
@@ -244,8 +248,7 @@ class FactoredGrads(Generic[P]):
             raise ArgumentTypeError(
                 f"other is a {type(other).__name__}, not a FactoredGrads\n  give what factored_grads returned."
             )
-        if other._spec != self._spec or [m[:2] for m in other._metas] != [m[:2] for m in self._metas]:
-            raise ArgumentError("other holds the gradients of other parameters\n  give the same params to both.")
+        other._check_like(self._spec, self._metas)
 
         def against(block: Block) -> Tensor:
             return other._gathered(
@@ -256,6 +259,11 @@ class FactoredGrads(Generic[P]):
             ).mT
 
         return self._gathered((self._n, other._n), against)
+
+    def _check_like(self, spec: optree.PyTreeSpec, params: Sequence[Meta]) -> None:
+        """Raise where these are gradients of other parameters."""
+        if self._spec != spec or [m[:2] for m in self._metas] != [m[:2] for m in params]:
+            raise ArgumentError("other holds the gradients of other parameters\n  give the same params to both.")
 
     @in_full_precision
     def dense(self) -> P:
@@ -457,6 +465,15 @@ for _method in (
     "__getitem__",
 ):
     uncompiled(getattr(FactoredGrads, _method))
+
+
+def _refuse_transformed(what: str, t: Any, instead: str) -> None:
+    """Transforms do not go through what is kept: a derivative would be 0, without a word."""
+    if isinstance(t, Tensor) and levels.is_transformed(t):
+        raise ArgumentError(
+            f"{what} belongs to a torch.func transform, which does not go through kept gradients\n"
+            f"  call psgrad.{instead} there."
+        )
 
 
 def added(parts: Sequence[Tensor | None]) -> Tensor | None:

@@ -177,7 +177,7 @@ def per_sample_grads(
     step = plan(quantity, problem, chunk_size, max_bytes)
     assert isinstance(step, int)
     if is_nested():
-        grads, outcome = composed(problem, step)
+        grads, outcome = composed(problem, step or None)
     elif problem.n == 0:
         grads, outcome = buffers or [p.new_empty(0, *p.shape) for p in problem.params], no_outcome(problem)
     else:

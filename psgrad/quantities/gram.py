@@ -4,28 +4,32 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, Literal, overload
 
+import optree
 import torch
 from torch import Tensor
 
 from ..annotations import P, Randomness
+from ..composable import composed
 from ..engine.batched import Outcome
 from ..engine.ladder import collect, differentiating, generators_kept
 from ..engine.problem import Problem, generators, rewind
-from ..engine.validate import validated
+from ..engine.validate import is_nested, validated
 from ..factors import assumptions
 from ..streaming.progress import Bar
 from ..streaming.stream import (
+    Counted,
     Quantity,
     Run,
     chunks,
     counted,
     dtype_of,
     joined,
+    metas,
     plan,
-    refuse_inside_transforms,
     refuse_recording,
 )
 from ..torch_.compiler import uncompiled
+from . import nested
 from .factored import FactoredGrads, factored_chunk
 
 
@@ -87,6 +91,8 @@ def gram(
     are held at a time, and each runs once for every other: the fewer chunks, the better. To ask several questions
     of one batch, keep its `factored_grads` and give that as `other`.
 
+    Inside a torch.func transform it is a differentiable function of params and batches; N x P numbers are held there.
+
     Args:
         fn, params, batch, in_dims, randomness, chunk_size, max_bytes, progress: as for `per_sample_grads`.
         other: another batch for the same `fn` and `in_dims`, or a `FactoredGrads`; None: the batch itself.
@@ -97,11 +103,13 @@ def gram(
     Returns:
         A tensor (N, N) or (N, M), in float32 at least; with `has_aux` `(products, aux)`.
     """
-    refuse_inside_transforms("gram")
     options: dict[str, Any] = {"in_dims": in_dims, "randomness": randomness, "has_aux": has_aux}
     problem = validated(fn, params, batch, save_memory=max_bytes is not None, **options)
     there = counted(problem, valid)
     problem = there.problem
+    if is_nested():
+        second = None if other is None or isinstance(other, FactoredGrads) else validated(fn, params, other, **options)
+        return _nested_gram(there, other, second, nested.step_of(problem, chunk_size, max_bytes))
     step = plan(_Pair(), problem, chunk_size, max_bytes)
     assert isinstance(step, int)
     second = None
@@ -115,6 +123,21 @@ def gram(
             if second is None:
                 found = there.among_zeros(found.mT).mT
         outcome = joined(problem, outcomes)
+    return there.with_aux(there.among_zeros(found), outcome)
+
+
+def _nested_gram(there: Counted, other: Any, second: Problem | None, step: int) -> Any:
+    """Inside a transform: products of gradients that are written out."""
+    problem = there.problem
+    grads, outcome = composed(problem, step or None)
+    if isinstance(other, FactoredGrads):
+        other._check_like(problem.params_spec, metas(problem))
+        found = nested.products(grads, optree.tree_leaves(other.dense()), dtype_of(problem))
+    elif second is not None:
+        found = nested.products(grads, composed(second, step or None)[0], dtype_of(problem))
+    else:
+        found = nested.products(grads, grads, dtype_of(problem))
+        found = there.among_zeros(found.mT).mT
     return there.with_aux(there.among_zeros(found), outcome)
 
 

@@ -9,18 +9,17 @@ import torch
 from torch import Tensor
 
 from ..annotations import P, Randomness
-from ..composable import composed
 from ..engine.batched import Outcome
 from ..engine.collectors import NormCollector, NormTakenTooEarly
-from ..engine.ladder import join, no_outcome
+from ..engine.ladder import join
 from ..engine.problem import Problem, generators, rewind
 from ..engine.validate import is_nested, validated
 from ..errors import ArgumentError, FallbackWarning, place_of, reason_of
 from ..factors import assumptions
-from ..factors.numerics import flat
 from ..streaming.blocks import norm_of_all
-from ..streaming.stream import Quantity, Run, check_step, counted, dtype_of, no_values, stream
+from ..streaming.stream import Quantity, Run, counted, dtype_of, no_values, stream
 from ..torch_.compiler import uncompiled
+from . import nested
 
 
 @overload
@@ -136,8 +135,9 @@ def per_sample_norms(
         per_param: the norms of each parameter's gradients, a pytree like params with leaves (N,).
         valid: (N,) booleans; the other samples do not run, and their norms are 0.
         differentiable: the result is attached to the autograd graph of params and batch, for gradient
-            penalties. Writes the gradients out, chunk by chunk. Inside a torch.func transform always so. The graph
-            needs the activations of all samples, so that `max_bytes` has no effect then, and `progress` neither.
+            penalties. Writes the gradients out, chunk by chunk. Inside a torch.func transform always so. A norm of 0
+            has the derivative 0. The graph needs the activations of all samples, so that `max_bytes` has no effect
+            then, and `progress` neither.
         has_aux: `fn` returns `(loss, aux)`; aux comes back with a leading sample axis, zeros where not `valid`.
         chunk_size, max_bytes, progress: as for `per_sample_grads`.
 
@@ -162,8 +162,7 @@ def per_sample_norms(
             "differentiable=True, but no leaf of params or batch requires grad\n  call requires_grad_() on some first."
         )
     if attached:
-        check_step(problem, chunk_size, max_bytes)
-        norms, outcome = _attached_norms(problem, min(chunk_size or problem.n, problem.n), per_param)
+        norms, outcome = _attached_norms(problem, nested.step_of(problem, chunk_size, max_bytes), per_param)
     else:
         shown = "per_sample_norms" if progress else None
         norms, outcome = stream(Norms(per_param), problem, chunk_size=chunk_size, max_bytes=max_bytes, progress=shown)
@@ -264,25 +263,20 @@ def _norms_by(
 
 def _attached_norms(problem: Problem, step: int, per_param: bool) -> tuple[list[Tensor], Outcome]:
     """The norms as a differentiable function of params and batch; and what came out besides."""
-    if problem.n == 0:
-        none = [problem.params[0].new_empty(0)] * (len(problem.params) if per_param else 1)
-        return none, no_outcome(problem)
     if is_nested():
-        grads, outcome = composed(problem, step)
-    else:
-        try:
-            grads, outcome = composed(problem, step)
-        except Exception as error:
-            why, where = reason_of(error), place_of(error)
-            grads, outcome = _looped_grads(problem)
-            warnings.warn(
-                f"psgrad runs fn in a loop over samples: exact, but slow\n  vmap refused at {where}: {why}",
-                FallbackWarning,
-                stacklevel=3,
-            )
-    each = [torch.linalg.vector_norm(flat(g), dim=1) for g in grads]
-    norms = each if per_param else [torch.linalg.vector_norm(torch.stack(each), dim=0)]  # at 0 its gradient is 0
-    return norms, outcome
+        return nested.norms(problem, step, per_param)
+    try:
+        return nested.norms(problem, step, per_param)
+    except Exception as error:
+        why, where = reason_of(error), place_of(error)
+        grads, outcome = _looped_grads(problem)
+        warnings.warn(
+            f"psgrad runs fn in a loop over samples: exact, but slow\n  vmap refused at {where}: {why}",
+            FallbackWarning,
+            stacklevel=3,
+        )
+    parts = [[g] for g in grads] if per_param else [grads]
+    return [nested.norms_of_rows(part, dtype_of(problem)) for part in parts], outcome
 
 
 def _looped_grads(problem: Problem) -> tuple[list[Tensor], Outcome]:

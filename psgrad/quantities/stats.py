@@ -9,21 +9,23 @@ from torch import Tensor
 
 from .. import display
 from ..annotations import P, Randomness
+from ..composable import composed
 from ..engine.batched import Outcome
 from ..engine.problem import Problem
-from ..engine.validate import validated
+from ..engine.validate import is_nested, validated
 from ..streaming.stream import (
+    Counted,
     Quantity,
     Run,
     counted,
     dtype_of,
     metas,
-    refuse_inside_transforms,
     refuse_recording,
     stream,
     tree_of_sums,
 )
 from ..torch_.compiler import uncompiled
+from . import nested
 from .factored import factored_chunk
 
 
@@ -154,6 +156,8 @@ def grad_stats(
     written out a few samples at a time where a layer's factors do not give the variance otherwise; N x P numbers
     are never held.
 
+    Inside a torch.func transform it is a differentiable function of params and batch; N x P numbers are held there.
+
     Args:
         fn, params, batch, in_dims, randomness, chunk_size, max_bytes, progress: as for `per_sample_grads`.
         valid: (N,) booleans; the other samples do not run and do not count, their entries are 0.
@@ -163,33 +167,48 @@ def grad_stats(
         `GradStats(mean, variance, sq_norms, values, trace, sq_mean, noise_scale)`; with `has_aux`
         `(GradStats(...), aux)`.
     """
-    refuse_inside_transforms("grad_stats")
     problem = validated(
         fn, params, batch, in_dims=in_dims, randomness=randomness, has_aux=has_aux, save_memory=max_bytes is not None
     )
     there = counted(problem, valid)
+    problem = there.problem
+    if is_nested():
+        return _nested_stats(there, nested.step_of(problem, chunk_size, max_bytes))
     if there.mask is not None:
         refuse_recording("grad_stats of the samples that are valid")
-    problem = there.problem
     shown = "grad_stats" if progress else None
     found, outcome = stream(Moments(), problem, chunk_size=chunk_size, max_bytes=max_bytes, progress=shown)
     below = found.seen - 1 if found.seen > 1 else torch.nan
     variance = [t.div_(below) for t in found.deviations]
     mean = found.mean if found.seen else [m * torch.nan for m in found.mean]
-    dtype = dtype_of(problem)
+    none = torch.zeros(0, dtype=dtype_of(problem), device=problem.params[0].device)
+    sq_norms = torch.cat(found.sq_norms) if found.sq_norms else none
+    return there.with_aux(_stats(there, mean, variance, sq_norms, max(found.seen, 1), outcome), outcome)
+
+
+def _stats(
+    there: Counted, mean: list[Tensor], variance: list[Tensor], sq_norms: Tensor, count: Tensor | int, outcome: Outcome
+) -> GradStats[Any]:
+    """The estimates from `count` samples, given the moments of each parameter's gradients."""
+    problem, dtype = there.problem, dtype_of(there.problem)
     trace = torch.stack([v.sum(dtype=dtype) for v in variance]).sum()
-    sq_mean = torch.stack([m.square().sum(dtype=dtype) for m in mean]).sum() - trace / max(found.seen, 1)
-    none = torch.zeros(0, dtype=dtype, device=problem.params[0].device)
-    result = GradStats(
+    sq_mean = torch.stack([m.square().sum(dtype=dtype) for m in mean]).sum() - trace / count
+    return GradStats(
         tree_of_sums(problem, mean),
         tree_of_sums(problem, variance),
-        there.among_zeros(torch.cat(found.sq_norms) if found.sq_norms else none),
+        there.among_zeros(sq_norms),
         there.among_zeros(outcome.values),
         trace,
         sq_mean,
         trace / sq_mean,
     )
-    return there.with_aux(result, outcome)
+
+
+def _nested_stats(there: Counted, step: int) -> Any:
+    """Inside a transform: from gradients that are written out."""
+    grads, outcome = composed(there.problem, step or None)
+    found = nested.moments(there, grads, dtype_of(there.problem))
+    return there.with_aux(_stats(there, *found, outcome), outcome)
 
 
 @dataclass(eq=False)

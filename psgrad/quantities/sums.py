@@ -12,7 +12,7 @@ from ..engine.batched import Outcome
 from ..engine.collectors import SumCollector
 from ..engine.ladder import differentiating, join
 from ..engine.problem import Problem
-from ..engine.validate import validated
+from ..engine.validate import is_nested, validated
 from ..errors import ArgumentError, ArgumentTypeError
 from ..factors import assumptions
 from ..streaming.blocks import Block, add_sums, gathered, norms_of_block, norms_of_param
@@ -28,12 +28,12 @@ from ..streaming.stream import (
     metas,
     no_values,
     plan,
-    refuse_inside_transforms,
     stream,
     tree_of_sums,
 )
-from ..torch_ import tracing
+from ..torch_ import levels, tracing
 from ..torch_.compiler import uncompiled
+from . import nested
 from .norms import norms_of_chunk
 
 Totals = list[Tensor | None]  # sums of each parameter's gradients; None: zeros
@@ -99,6 +99,9 @@ def weighted_grad(
     not `valid`, and returns the weights (N,); with more than one chunk that takes two passes, which draw the same
     random numbers. A sample with weight 0 does not count, not even if its gradient is NaN.
 
+    Inside a torch.func transform it is a differentiable function of params, batch and weights. Given a tensor, nothing
+    of N x P is held there either. A sample with weight 0 runs like any other, as its weight may have a derivative.
+
     Args:
         fn, params, batch, in_dims, randomness, chunk_size, max_bytes, progress: as for `per_sample_grads`.
         weights: (N,), or a function of the norms.
@@ -108,12 +111,13 @@ def weighted_grad(
     Returns:
         A pytree like params; with `has_aux` `(grad, aux)`.
     """
-    refuse_inside_transforms("weighted_grad")
     problem = validated(
         fn, params, batch, in_dims=in_dims, randomness=randomness, has_aux=has_aux, save_memory=max_bytes is not None
     )
     there = counted(problem, valid)
     problem = there.problem
+    if is_nested():
+        return _nested_sums(there, weights, nested.step_of(problem, chunk_size, max_bytes))
     options: dict[str, Any] = {"chunk_size": chunk_size, "max_bytes": max_bytes}
     shown = "weighted_grad" if progress else None
     if callable(weights):
@@ -128,6 +132,16 @@ def weighted_grad(
     return there.with_aux(tree_of_sums(problem, totals), outcome)
 
 
+def _nested_sums(there: Counted, weights: Any, step: int) -> Any:
+    """Inside a transform, through which weights may be differentiated too."""
+    if callable(weights):
+        weigh = lambda norms: _checked_weights(weights(there.among_zeros(norms)), there)
+        totals, outcome = nested.sums_by_norms(there, weigh, step)
+    else:
+        totals, outcome = nested.sums(there, _checked_weights(weights, there), step)
+    return there.with_aux(tree_of_sums(there.problem, totals), outcome)
+
+
 def _checked_weights(weights: Any, there: Counted) -> Tensor:
     """The weights of the samples that count."""
     n, index, problem = there.n, there.places, there.problem
@@ -140,12 +154,12 @@ def _checked_weights(weights: Any, there: Counted) -> Tensor:
         raise ArgumentError(f"weights has shape {tuple(weights.shape)}, not ({n},)\n  give one number per sample.")
     if weights.is_complex():
         raise ArgumentTypeError("weights are complex numbers\n  give real ones.")
-    w = weights.detach().to(problem.params[0].device)
+    w = (weights if is_nested() else weights.detach()).to(problem.params[0].device)
     if not w.is_floating_point():  # booleans, counts
         w = w.to(dtype_of(problem))
     w = w if index is None else w[index.to(w.device)]
     w = there.weighed(w)
-    can_look = tracing.can_look(w) or assumptions.are_noted()
+    can_look = (tracing.can_look(w) or assumptions.are_noted()) and not levels.hides_values(w)
     if can_look and not assumptions.decide(lambda: w.isfinite().all()):
         bad = (~w.isfinite()).nonzero()[:, 0]
         shown = ", ".join(map(str, (bad if index is None else index.to(bad.device)[bad]).tolist()[:10]))

@@ -47,6 +47,14 @@ def _counts(index: Tensor, rows: int) -> Tensor:
     return counts[where]
 
 
+def plain(options: tuple[int | None, bool], index: Tensor, weight: Tensor) -> Tensor:
+    """The output alone. By frequency, of each sample by itself, as torch counts how often a row is in a call."""
+    _, by_frequency = options
+    if not by_frequency:
+        return forward(options, index, weight)[0]
+    return torch.stack([forward(options, own, weight)[0] for own in index])
+
+
 def bind_embedding(
     input: Any,
     weight: Any,
@@ -194,7 +202,7 @@ def bind_getitem(table: Any, index: Any) -> Call | Decline:
     return Call(index, (weight,), (None, False), before, after if shape else lambda y: y.squeeze(-1))
 
 
-EMBEDDING = Rule("embedding", (F.embedding,), bind_embedding, forward, backward, native=True, factors=("Rows",))
+EMBEDDING = Rule("embedding", (F.embedding,), bind_embedding, forward, backward, plain, native=True, factors=("Rows",))
 RULES = (
     EMBEDDING,
     Rule("embedding_bag", (F.embedding_bag,), bind_embedding_bag, forward, backward, native=True, factors=("Rows",)),

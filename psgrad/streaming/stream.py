@@ -23,7 +23,7 @@ from ..engine.validate import check_positive, is_nested
 from ..errors import ArgumentError
 from ..factors import assumptions, costs
 from ..factors.numerics import cast, widest
-from ..torch_ import tracing
+from ..torch_ import levels, tracing
 from . import budget
 from .blocks import Block, Meta
 from .progress import Bar
@@ -75,27 +75,27 @@ class Counted(NamedTuple):
     problem: Problem  # of these alone
     places: Tensor | None  # which they are; None: all
     n: int
-    mask: Tensor | None = None  # booleans (N,) where all samples run, and only some of them count
+    mask: Tensor | None = None  # (N,) booleans: all run, but those where it is False only stand in for others
 
     @property
     def count(self) -> Any:
         """How many they are: an int, or with a mask a tensor."""
         return self.problem.n if self.mask is None else self.mask.sum()
 
+    def masked(self, t: Tensor) -> Tensor:
+        """Rows of the samples that run, with zeros for those that only stand in for others."""
+        return t if self.mask is None else kept_rows(t, self.mask)
+
     def weighed(self, w: Tensor) -> Tensor:
         """Weights (N,) of the samples that run, 0 for those that do not count."""
-        if self.mask is None:
-            return w
-        if len(w) != self.n:
+        if self.mask is not None and len(w) != self.n:
             refuse_recording("valid= in chunks")
-        return w.where(self.mask.to(w.device), 0)
+        return self.masked(w)
 
     def among_zeros(self, t: Tensor) -> Tensor:
         """Rows of the samples that count among zeros for the others."""
-        if self.mask is not None:
-            return t.where(self.mask.to(t.device).view(-1, *[1] * (t.dim() - 1)), 0)
         if self.places is None:
-            return t
+            return self.masked(t)
         return t.new_zeros(self.n, *t.shape[1:]).index_copy_(0, self.places.to(t.device), t)
 
     def with_aux(self, result: Any, outcome: Outcome) -> Any:
@@ -114,21 +114,28 @@ def counted(problem: Problem, valid: Any) -> Counted:
         raise ArgumentError(
             f"valid is {what}, not a tensor of booleans of shape ({problem.n},)\n  give one per sample."
         )
-    if tracing.is_recorded():
-        return _counted_by_mask(problem, valid)
+    if tracing.is_recorded() or levels.hides_values(valid):
+        if assumptions.are_noted():
+            assumptions.assume(valid.any())
+        return Counted(problem.rows(stand_ins(valid)), None, problem.n, valid)
     if bool(valid.all()):
         return Counted(problem, None, problem.n)
     index = valid.nonzero()[:, 0]
     return Counted(problem.rows(index), index, problem.n)
 
 
-def _counted_by_mask(problem: Problem, valid: Tensor) -> Counted:
-    """The same while ops are recorded, when nobody may ask how many count: the others run as copies of one."""
-    if assumptions.are_noted():
-        assumptions.assume(valid.any())
-    places = torch.arange(problem.n, device=valid.device)
-    index = places.where(valid, valid.to(torch.uint8).argmax())
-    return Counted(problem.rows(index), None, problem.n, valid)
+def kept_rows(t: Tensor, mask: Tensor) -> Tensor:
+    """Rows of `t` where `mask` (N,) is True, zeros elsewhere."""
+    return torch.where(mask.view(-1, *[1] * (t.dim() - 1)).to(t.device), t, torch.zeros_like(t))
+
+
+def stand_ins(mask: Tensor) -> Tensor:
+    """Indices (N,) by which every sample outside of `mask` becomes one of those in it, without a look at values.
+
+    A sample that is not to count cannot be left out where `mask` differs between the calls of a vmap. Its own numbers
+    must not run all the same: zero times a derivative that is infinite is NaN.
+    """
+    return torch.where(mask, torch.arange(len(mask), device=mask.device), mask.byte().argmax())
 
 
 # ---- the fold --------------------------------------------------------------------------------------------
@@ -260,7 +267,7 @@ def refuse_recording(what: str) -> None:
 
 
 def refuse_inside_transforms(name: str) -> None:
-    """These are not differentiable functions."""
+    """For what is no differentiable function: factors cannot be differentiated."""
     if is_nested():
         raise ArgumentError(
             f"{name} is called inside a torch.func transform\n"

@@ -44,6 +44,20 @@ def is_about_the_tensor(func: Any) -> bool:
     return is_attribute(func) or getattr(func, "__name__", "") in _ABOUT_THE_TENSOR
 
 
+def is_hook(func: Any) -> bool:
+    """Whether `func` hangs a hook on the gradient of a tensor."""
+    return getattr(func, "__name__", "") == "register_hook"
+
+
+_BY_FREQUENCY = {F.embedding: 5, F.embedding_bag: 5, torch.embedding: 3}  # where scale_grad_by_freq is by position
+
+
+def scales_by_frequency(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether the backward of a call divides by how often rows of a table are used: then it is not the derivative."""
+    place = _BY_FREQUENCY.get(func)
+    return place is not None and bool(kwargs.get("scale_grad_by_freq", place < len(args) and args[place]))
+
+
 MAKERS = frozenset(  # of tensors that `fn` might then write to
     function
     for name in (

@@ -55,6 +55,28 @@ def is_differentiated(t: Tensor) -> bool:
     return bool(_ft.is_gradtrackingtensor(t))
 
 
+def hides_values(t: Tensor) -> bool:
+    """Whether `t` has other numbers for every call that some vmap makes at once, so that none can be read."""
+    while is_transformed(t):
+        if is_batched_tensor(t):
+            return True
+        t = _ft.get_unwrapped(t)
+    return False
+
+
+_ENDED = -2  # what torch says for the level of a tensor that belongs to a transform which has ended
+
+
+def alive(t: Tensor) -> Tensor:
+    """`t` without the layers of transforms that have ended, as where the function that `vjp` returned is called.
+
+    Torch takes one such layer off by itself; of two it says that a tensor has escaped.
+    """
+    while is_differentiated(t) and level_of(t) == _ENDED:
+        t = _ft.get_unwrapped(t)
+    return t
+
+
 def lower(t: Tensor, n: int, level: int) -> Tensor:
     """The (N, ...) tensor behind a batched one; an unbatched one is the same for every sample."""
     inner: Tensor

@@ -26,7 +26,7 @@ PRIVATE: Mapping[str, str] = {  # names by their module; of alternatives (a|b) o
     ),
     "torch._C._dynamo.eval_frame": "_FrameAction.SKIP _FrameExecStrategy set_code_exec_strategy",
     "torch._C._functorch": (
-        "_add_batch_dim _unwrap_batched _vmap_decrement_nesting _vmap_increment_nesting is_batchedtensor "
+        "_add_batch_dim _unwrap_batched _vmap_decrement_nesting _vmap_increment_nesting get_unwrapped is_batchedtensor "
         "is_functorch_wrapped_tensor is_gradtrackingtensor maybe_current_level maybe_get_level "
         "pop_dynamic_layer_stack push_dynamic_layer_stack"
     ),
