@@ -52,6 +52,7 @@ from .errors import (
     UnusedParametersWarning,
     VerificationError,
 )
+from .factors.warm_memory import empty_cache
 from .module import from_module
 from .quantities.clipped import clipped_grad
 from .quantities.clipping import ClippedGrad
@@ -83,6 +84,7 @@ __all__ = [
     "VerificationError",
     "clipped_grad",
     "concat",
+    "empty_cache",
     "explain",
     "extend",
     "factored_grads",

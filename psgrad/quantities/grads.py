@@ -15,7 +15,7 @@ from ..engine.ladder import differentiating, join, no_outcome
 from ..engine.problem import Problem, paths
 from ..engine.validate import is_nested, validated
 from ..errors import ArgumentError, ArgumentTypeError
-from ..factors import huge_pages
+from ..factors import warm_memory
 from ..streaming.stream import Quantity, Run, fold, plan
 from ..torch_.compiler import uncompiled
 from ..torch_.storage import first_clash, is_distinct, storage_of
@@ -208,7 +208,7 @@ class Grads(Quantity[list[Any], list[Tensor]]):
         if self.buffers is not None:
             return list(self.buffers)
         if step < whole.n:
-            return [huge_pages.empty((whole.n, *p.shape), p) for p in whole.params]
+            return [warm_memory.empty((whole.n, *p.shape), p) for p in whole.params]
         return []  # the collector's own
 
     def add(self, state: list[Any], rows: slice, chunk: Problem, run: Run) -> Outcome:
@@ -229,7 +229,7 @@ class Grads(Quantity[list[Any], list[Tensor]]):
                     state.extend(found)
                 continue
             if not state:
-                state.extend(huge_pages.empty((chunk.n, *p.shape), p) for p in chunk.params)
+                state.extend(warm_memory.empty((chunk.n, *p.shape), p) for p in chunk.params)
             targets = targets or state
             for target, own in zip(targets, found, strict=True):
                 target.index_copy_(0, group.places.to(target.device), own)
