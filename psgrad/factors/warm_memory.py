@@ -200,6 +200,24 @@ def empty(shape: Sequence[int], like: Tensor) -> Tensor:
     return like.new_empty(shape) if view is None else huge_pages.tensor_on(view, shape, like)
 
 
+_SHOWN = (32 << 20) - (64 << 10)  # bytes of the largest block from which malloc learns, nearly
+_has_shown = False
+
+
+def show_malloc() -> None:
+    """Let malloc free one large block, once in a process, so that it keeps more of what others free.
+
+    glibc gives the end of its heap back to the system when more of that is free than twice the largest block that it
+    has freed before, of which 32 MB are the most that counts. Our results used to show it such blocks. Now it would
+    learn from activations alone, and give back what the next call needs. Nothing is written to the block: 20 us.
+    Where MALLOC_TRIM_THRESHOLD_ or its like is set, and in other mallocs, this changes nothing.
+    """
+    global _has_shown
+    if not _has_shown:
+        _has_shown = True
+        bytes(_SHOWN)
+
+
 def empty_cache() -> None:
     """Give the memory that psgrad keeps for its next results back to the system.
 
