@@ -31,6 +31,8 @@ A map of the library:
                      extend             rules for ops of your own; rules holds those of the package
                      testing            the oracle, and checks against it
 
+    memory           empty_cache        gives back what is kept for the next results
+
     errors           PsgradError is the base of ArgumentError (a ValueError), ArgumentTypeError (a TypeError),
                      UnsupportedOpError, RuleError
     warnings         FallbackWarning (samples run in a loop), UnusedParametersWarning (every gradient is zero)

@@ -9,6 +9,7 @@ threads; into a reused buffer 3.1 and 111). Results are reused buffers: `warm_me
 import contextlib
 import mmap
 from collections.abc import Sequence
+from functools import cache
 from math import prod
 
 import torch
@@ -55,6 +56,29 @@ def mapped(size: int) -> mmap.mmap | None:
     with contextlib.suppress(OSError):  # a kernel without them: ordinary pages
         block.madvise(mmap.MADV_HUGEPAGE)
     return block
+
+
+def offer(block: mmap.mmap) -> None:
+    """Tell the system that it may take the pages of a block that nobody reads, should it need them before we do.
+
+    Of huge pages: a few us for 64 MB. To go through as many ordinary ones takes as long as to write them.
+    """
+    if len(block) >= _HUGE and _are_on():
+        with contextlib.suppress(OSError):
+            block.madvise(mmap.MADV_FREE)
+
+
+_HUGE = 2 << 20  # bytes of a huge page
+
+
+@cache
+def _are_on() -> bool:
+    """Whether a block is on huge pages."""
+    try:
+        with open("/sys/kernel/mm/transparent_hugepage/enabled") as file:
+            return "[never]" not in file.read() and hasattr(mmap, "MADV_FREE")
+    except OSError:
+        return False
 
 
 def tensor_on(memory: mmap.mmap | memoryview, shape: Sequence[int], like: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ memoryview, which a weak reference reports once. It leaves by `list.pop`, which 
 neither another thread nor a garbage collection in the middle of a line gets in between, and there is no lock to wait
 for. What else is counted (bytes, calls) decides how much is kept, never who has it.
 
-A thread has blocks of its own, which end with it. Mappings are private, so a forked process has copies.
+A thread has blocks of its own, which end with it. Mappings are private, so a forked process has copies. A system that
+is short of memory takes the pages of kept blocks away, and the next loan has fresh ones (`huge_pages.offer`).
 """
 
 import mmap
@@ -31,7 +32,7 @@ from torch import Tensor
 
 from . import huge_pages
 
-MOST = 4 << 30  # bytes that a thread keeps at most
+MOST = 2 << 30  # bytes that a thread keeps at most
 RECENT = 8  # calls: what none of so many has used is given back
 _LEAST = 1 << 18  # bytes of a block: a loan takes 4 us more than malloc, and saves page faults of 0.2 us each
 _SLACK = 1.25  # how much larger than asked a block may be: batches differ a little in size
@@ -55,7 +56,7 @@ class Pool:
         self.call = 0  # how many calls of ours have begun
         self.used: dict[int, int] = {}  # for which call a block of a size was lent last
         self.lent = 0  # bytes that were lent for this call and have not come back
-        self.peaks = deque([0], RECENT)  # the most bytes lent at once, for each of the last calls
+        self.peaks = deque([0], RECENT + 1)  # the most bytes lent at once, for this call and each of the last
         self.bytes = 0  # kept
         self.bound = 0  # on those
         self.bounded_calls = 0  # how many calls are going on that have a bound of their own
@@ -121,6 +122,7 @@ class Pool:
             self.lent -= size
         if self.bytes + size <= self.bound and self.call - loan.call <= RECENT and not self.bounded_calls:
             self.bytes += size
+            huge_pages.offer(loan.block)
             self.kept.setdefault(size, []).append(loan.block)
 
     def clear(self) -> None:
@@ -224,7 +226,7 @@ def empty_cache() -> None:
     >>> psgrad.empty_cache()
 
     On a CPU, memory of large results is kept once the caller has let go of them, so that the next call writes to pages
-    that are there. At most twice what one of the last eight calls took is kept, never more than 4 GiB for a thread, and
+    that are there. At most twice what one of the last eight calls took is kept, never more than 2 GiB for a thread, and
     what eight calls did not use is given back without being asked. Calls with `max_bytes` keep nothing. Memory that
     somebody holds, be it by a view or by a NumPy array, is never touched. On other devices torch itself keeps memory.
     """
