@@ -66,10 +66,12 @@ class Pool:
         """A call of ours begins: what none of the last ones used is given back."""
         self.call += 1
         self.lent = 0
+        if not self.bound and not self.kept:  # small calls: nothing was lent lately
+            return
         self.peaks.append(0)
         self._set_bound()
-        for size in list(self.kept):
-            if self.call - self.used.get(size, 0) > RECENT:
+        for size in list(self.used):
+            if self.call - self.used[size] > RECENT:
                 self.used.pop(size, None)
                 self.kept.pop(size, None)
         self.bytes = sum([size * len(self.kept.get(size, ())) for size in list(self.kept)])

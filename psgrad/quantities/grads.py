@@ -155,8 +155,8 @@ def per_sample_grads(
         progress: show a bar over samples on stderr, by tqdm where it is installed. It moves on with each chunk, and
             with each sample where they run one by one; a sample counts as often as it has to run. Inside a
             torch.func transform there is none.
-        out: a pytree of tensors like the result, written in place and returned; saves the allocation,
-            which for large results is most of the time.
+        out: a pytree of tensors like the result, written in place and returned. Without it the memory of a large
+            result on a CPU is kept for the next one, once the caller has let go of it: see `empty_cache`.
 
     Returns:
         A pytree like `params`, leaves `(N, *shape)` with the parameter's dtype and device. With
