@@ -33,6 +33,8 @@ A map of the library:
                      extend             rules for ops of your own; rules holds those of the package
                      testing            the oracle, and checks against it
 
+    memory           empty_cache        gives back what is kept for the next results
+
     errors           PsgradError is the base of ArgumentError (a ValueError), ArgumentTypeError (a TypeError),
                      UnsupportedOpError, RuleError
     warnings         FallbackWarning (samples run in a loop), UnusedParametersWarning (every gradient is zero)
@@ -55,6 +57,7 @@ from .errors import (
     UnusedParametersWarning,
     VerificationError,
 )
+from .factors.warm_memory import empty_cache
 from .module import from_module
 from .quantities.clipped import clipped_grad
 from .quantities.clipping import ClippedGrad
@@ -89,6 +92,7 @@ __all__ = [
     "clipped_grad",
     "compile",
     "concat",
+    "empty_cache",
     "explain",
     "extend",
     "factored_grads",

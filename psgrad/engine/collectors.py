@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
-from ..factors import assumptions, costs, huge_pages
+from ..factors import assumptions, costs, warm_memory
 from ..factors.base import Factor, NormMemo, without_zero_weights
 from ..factors.dense import Dense
 from ..factors.numerics import wide
@@ -73,9 +73,9 @@ class DenseCollector(Collector):
         assert whole is not None
         shape = (self.n, *like.shape)
         if written is None:
-            self.grads[index] = whole.dense(huge_pages.empty(shape, like) if buffer is None else buffer)
+            self.grads[index] = whole.dense(warm_memory.empty(shape, like) if buffer is None else buffer)
         else:
-            written.add_(whole.dense(huge_pages.empty(shape, like)))
+            written.add_(whole.dense(warm_memory.empty(shape, like)))
 
     @in_full_precision
     def _write_all(self) -> None:
@@ -103,8 +103,8 @@ class DenseCollector(Collector):
             return
         written, buffer = self.grads.get(index), None if self.buffers is None else self._buffer(index)
         if written is None and (param.value is source.value or param.whole):
-            grads = factor.dense(buffer)
             shape = (self.n, *source.value.shape)
+            grads = factor.dense(_room(factor, shape, source.value) if buffer is None else buffer)
             if buffer is None and not (grads.shape == shape and grads.dtype == dtype and grads.is_contiguous()):
                 if grads.numel() != prod(shape):
                     raise ArgumentError(
@@ -115,13 +115,13 @@ class DenseCollector(Collector):
             self.grads[index] = grads
             return
         if written is None and param.covers:
-            whole = huge_pages.empty((self.n, *source.value.shape), source.value) if buffer is None else buffer
+            whole = warm_memory.empty((self.n, *source.value.shape), source.value) if buffer is None else buffer
             factor.dense(param.part.rows(whole))
             self.grads[index] = whole
             return
         if written is None:
             shape = (self.n, *source.value.shape)
-            written = (huge_pages.empty(shape, source.value) if buffer is None else buffer).zero_()
+            written = (warm_memory.empty(shape, source.value) if buffer is None else buffer).zero_()
             self.grads[index] = written
         region, grads = param.collapsed(factor.dense())
         region.rows(written).add_(grads)
@@ -134,7 +134,7 @@ class DenseCollector(Collector):
         elif buffer is not None:
             self.grads[index] = buffer.copy_(grads)
         else:  # autograd may hand out one tensor twice, or an expanded one
-            self.grads[index] = grads.clone(memory_format=torch.contiguous_format)
+            self.grads[index] = warm_memory.empty(grads.shape, grads).copy_(grads)
 
     def put(self, grads: Sequence[Tensor]) -> None:
         for i, g in enumerate(grads):
@@ -163,6 +163,13 @@ def _placement(param: Param, factor: Factor) -> Placement:
     return Placement(region, factor)
 
 
+def _room(factor: Factor, shape: tuple[int, ...], like: Tensor) -> Tensor | None:
+    """Memory for a factor's gradients where they are many; None: `dense` finds some itself."""
+    if factor.is_written or not warm_memory.is_lent(shape, like):  # as in small calls
+        return None
+    return warm_memory.empty(shape, like) if factor.fills_out and shape[1:] == tuple(factor.shape) else None
+
+
 class FactorCollector(Collector):
     """The factors themselves, without the graph they come from."""
 
@@ -180,7 +187,10 @@ class FactorCollector(Collector):
         region, factor = term
         held, dense = factor.bytes()
         if not factor.is_written and costs.keeps_dense(held, dense):
-            term, held = Placement(region, Dense(factor.dense())), dense
+            tensors, room = factor.tensors(), None
+            if len({t.dtype for t in tensors}) == 1:  # that of their products
+                room = _room(factor, (self.n, *factor.shape), tensors[0])
+            term, held = Placement(region, Dense(factor.dense(room))), dense
         self.held += held
         self.terms.setdefault(param.source.index, []).append(term)
 

@@ -24,7 +24,7 @@ from ..errors import (
     place_of,
     reason_of,
 )
-from ..factors import assumptions
+from ..factors import assumptions, warm_memory
 from ..torch_ import tracing
 from ..torch_.compiler import CompilerLoaded, eagerly, is_loaded
 from ..torch_.storage import version_of, versions_of
@@ -59,11 +59,13 @@ class _Answering:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
+        self.memory = warm_memory.Call(bounded=problem.save_memory)
 
     def __enter__(self) -> None:
-        pass
+        self.memory.__enter__()
 
     def __exit__(self, kind: object, error: object, _: object) -> None:
+        self.memory.__exit__()
         if isinstance(error, _Carried):
             raise error.error from None
         if not self.problem.reached and self.problem.n and kind is None:

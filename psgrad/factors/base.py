@@ -105,6 +105,11 @@ class Factor:
     def dtype(self) -> torch.dtype:
         return self.tensors()[-1].dtype
 
+    @property
+    def fills_out(self) -> bool:
+        """Whether `dense` writes straight to `out`: not what is there already, or what a kernel makes as a whole."""
+        return not self.is_written
+
     def written_bytes(self) -> int:
         """What writing out the gradient of one sample takes."""
         return prod(self.shape) * self.dtype.itemsize

@@ -34,6 +34,14 @@ class Patches(Factor):
     def dense(self, out: Tensor | None = None) -> Tensor:
         return self.by(self.plan.strategy, out)
 
+    @property
+    def fills_out(self) -> bool:
+        return self.plan.strategy != "grouped" or self._grouped_tile() < len(self.x)
+
+    def _grouped_tile(self) -> int:
+        sizes = conv_costs.Sizes.of(self.x.shape, self.g.shape, self.geometry, self.kernel)
+        return conv_costs.grouped_tile(sizes, self.x.element_size())
+
     def by(self, strategy: str, out: Tensor | None = None) -> Tensor:
         """The gradients by one of the ways that `conv_costs.conv_weight` chooses from."""
         shape = (len(self.x), *self.shape)
@@ -49,8 +57,7 @@ class Patches(Factor):
 
     def _grouped(self, shape: tuple[int, ...], out: Tensor | None) -> Tensor:
         """A convolution in which each sample has groups of its own; its batch axis is B. Some samples at a time."""
-        sizes = conv_costs.Sizes.of(self.x.shape, self.g.shape, self.geometry, self.kernel)
-        tile = conv_costs.grouped_tile(sizes, self.x.element_size())
+        tile = self._grouped_tile()
         if out is None and tile < len(self.x):
             out = huge_pages.empty(shape, self.g)
         for start in range(0, len(self.x), tile):

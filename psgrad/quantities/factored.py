@@ -16,7 +16,7 @@ from ..engine.batched import Outcome
 from ..engine.problem import Problem, paths
 from ..engine.validate import validated
 from ..errors import ArgumentError, ArgumentTypeError
-from ..factors import huge_pages, plain_data
+from ..factors import plain_data, warm_memory
 from ..factors.numerics import cast, widest
 from ..streaming.blocks import Block, Meta, add_sums, blocks_joined, gathered, norms_of_block, norms_of_param
 from ..streaming.stream import Quantity, Run, blocks_of, metas, refuse_inside_transforms, stream
@@ -271,7 +271,7 @@ class FactoredGrads(Generic[P]):
         leaves = []
         for i, (shape, dtype, device) in enumerate(self._metas):
             like = torch.empty(0, dtype=dtype, device=device)
-            out = huge_pages.empty((self._n, *shape), like)
+            out = warm_memory.empty((self._n, *shape), like)
             for block in self._blocks:
                 own = block.sums[i]
                 if block.places is None:
@@ -279,7 +279,7 @@ class FactoredGrads(Generic[P]):
                 elif own is None:
                     out.index_fill_(0, block.places, 0)
                 else:
-                    out.index_copy_(0, block.places, own.dense(huge_pages.empty((len(block.places), *shape), like)))
+                    out.index_copy_(0, block.places, own.dense(warm_memory.empty((len(block.places), *shape), like)))
             leaves.append(out)
         return self._tree(leaves)
 

@@ -16,7 +16,7 @@ from ..engine.problem import Problem, paths
 from ..engine.trees import flatten
 from ..engine.validate import is_nested, validated
 from ..errors import ArgumentError, ArgumentTypeError
-from ..factors import huge_pages
+from ..factors import warm_memory
 from ..streaming.stream import Quantity, Run, fold, plan
 from ..torch_.compiler import uncompiled
 from ..torch_.storage import first_clash, is_distinct, storage_of
@@ -156,8 +156,8 @@ def per_sample_grads(
         progress: show a bar over samples on stderr, by tqdm where it is installed. It moves on with each chunk, and
             with each sample where they run one by one; a sample counts as often as it has to run. Inside a
             torch.func transform there is none.
-        out: a pytree of tensors like the result, written in place and returned; saves the allocation,
-            which for large results is most of the time.
+        out: a pytree of tensors like the result, written in place and returned. Without it the memory of a large
+            result on a CPU is kept for the next one, once the caller has let go of it: see `empty_cache`.
 
     Returns:
         A pytree like `params`, leaves `(N, *shape)` with the parameter's dtype and device. With
@@ -209,7 +209,7 @@ class Grads(Quantity[list[Any], list[Tensor]]):
         if self.buffers is not None:
             return list(self.buffers)
         if step < whole.n:
-            return [huge_pages.empty((whole.n, *p.shape), p) for p in whole.params]
+            return [warm_memory.empty((whole.n, *p.shape), p) for p in whole.params]
         return []  # the collector's own
 
     def add(self, state: list[Any], rows: slice, chunk: Problem, run: Run) -> Outcome:
@@ -230,7 +230,7 @@ class Grads(Quantity[list[Any], list[Tensor]]):
                     state.extend(found)
                 continue
             if not state:
-                state.extend(huge_pages.empty((chunk.n, *p.shape), p) for p in chunk.params)
+                state.extend(warm_memory.empty((chunk.n, *p.shape), p) for p in chunk.params)
             targets = targets or state
             for target, own in zip(targets, found, strict=True):
                 target.index_copy_(0, group.places.to(target.device), own)

@@ -22,6 +22,7 @@ from ..engine.problem import Problem
 from ..engine.signals import Signal
 from ..engine.validate import check_positive
 from ..errors import ArgumentError, PsgradError
+from ..factors import warm_memory
 from ..torch_.modules import buffers_of, reachable_modules
 from ..torch_.storage import identity_of, storage_of
 from ..torch_.tracing import FAKE_TENSOR_LOG, FakeTensorMode, TorchDispatchMode
@@ -223,7 +224,8 @@ def bytes_of(max_bytes: int | float | str | None, params: Sequence[Tensor]) -> i
 
 
 def _free(device: torch.device, fraction: float) -> int:
-    """Bytes that `device` has free."""
+    """Bytes that `device` has free, once it has what we keep for results."""
+    warm_memory.empty_cache()
     with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError, StopIteration):
         return _free_for_processes() if device.type == "cpu" else _free_for_tensors(device)
     raise ArgumentError(
