@@ -4,13 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from importlib import import_module
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 
 import psgrad
@@ -18,11 +18,15 @@ import psgrad
 from .tasks import FROM_GRADS, QUANTITIES, Grads, Task, gram
 
 
+def _as_it_is(answer: Any) -> Any:
+    return answer
+
+
 class Ready(NamedTuple):
     """A call to be measured."""
 
     call: Callable[[], Any]
-    read: Callable[[Any], Any] = lambda answer: answer  # to torch tensors under the model's names, not measured
+    read: Callable[[Any], Any] = _as_it_is  # to torch tensors under the model's names, not measured
     note: str = ""  # what had to change about the model
 
 
@@ -39,6 +43,11 @@ def from_grads(grads: Callable[[Task], Ready], quantity: str, task: Task) -> Rea
     """Any quantity, computed from per-sample gradients."""
     ready, follow, max_norm = grads(task), FROM_GRADS[quantity], task.max_norm
     return Ready(lambda: follow(ready.call(), max_norm), note=ready.note)
+
+
+def batch_gradient(task: Task) -> Ready:
+    """The ordinary gradient of the mean loss: what everything is measured against."""
+    return Ready(lambda: task.gradient(task.inputs, task.target))
 
 
 def loop(quantity: str, task: Task) -> Ready:
@@ -178,24 +187,35 @@ def ours(quantity: str, task: Task) -> Ready:
     return Ready(call, lambda answer: answer.grad) if quantity == "clipped" else Ready(call)
 
 
-def replayed(quantity: str, task: Task) -> Ready:
-    """The torch ops of one call, recorded once: what is left when all Python is gone."""
-    (fn, params), given = psgrad.from_module(task.model, task.loss), (task.inputs, task.target)
-    call: Callable[..., Any] = partial(FUNCTIONS[quantity], fn)
-    if quantity == "clipped":
-        call = lambda *call: psgrad.clipped_grad(fn, *call, task.max_norm, nonfinite="propagate").grad
-    graph = make_fx(call)(params, given)
-    graph.graph.eliminate_dead_code()
-    graph.recompile()
-    return Ready(lambda: graph(params, given))
+def compiled(quantity: str, task: Task) -> Ready:
+    """psgrad.compile: whichever of its backends is faster."""
+    fn, params = psgrad.from_module(task.model, task.loss)
+    options: dict[str, Any] = {"max_norm": task.max_norm} if quantity == "clipped" else {}
+    step = psgrad.compile(FUNCTIONS[quantity], fn, **options)
+    batch = task.inputs, task.target
+    step(params, batch)
+    info = step.cache_info()
+    note = f"{info.backends[0]}, ready after {info.seconds:.0f} s"
+    return Ready(
+        lambda: step(params, batch), (lambda answer: answer.grad) if quantity == "clipped" else _as_it_is, note
+    )
 
 
-BASE, OURS = "batch", ("psgrad", "psgrad out=", "psgrad replayed")
+def torch_compiled(ready: Ready) -> Ready:
+    """A contender through torch.compile."""
+    call, started = torch.compile(ready.call), perf_counter()
+    call()
+    return Ready(call, ready.read, f"ready after {perf_counter() - started:.0f} s")
+
+
+BASE, OURS = "batch", ("psgrad", "psgrad out=", "psgrad compiled")
 GROWTH = (BASE, "vmap(grad)", "Opacus ghost", "psgrad")  # whose cost is followed from size to size
 _ALL = (  # a new peer is a function above and a line here
-    Peer(BASE, lambda quantity, task: Ready(lambda: task.gradient(task.inputs, task.target))),
+    Peer(BASE, lambda quantity, task: batch_gradient(task)),
     Peer("loop", loop),
     Peer("vmap(grad)", partial(from_grads, vmapped)),
+    Peer("batch compiled", lambda quantity, task: torch_compiled(batch_gradient(task)), ("grads",)),
+    Peer("compiled vmap(grad)", lambda quantity, task: torch_compiled(from_grads(vmapped, quantity, task))),
     Peer("ExpandedWeights", partial(from_grads, expanded)),
     Peer("Opacus", partial(from_grads, hooked), package="opacus"),
     Peer("Opacus ghost", ghost, ("norms", "clipped"), "opacus"),
@@ -203,6 +223,6 @@ _ALL = (  # a new peer is a function above and a line here
     Peer("JAX", lambda *given: Ready(*import_module(".jax_peer", __package__).faster(*given)), package="jax"),
     Peer(OURS[0], ours),
     Peer(OURS[1], lambda quantity, task: Ready(caller(quantity, task, reuse=True)), ("grads",)),
-    Peer(OURS[2], replayed, ("grads", "norms", "clipped")),
+    Peer(OURS[2], compiled),
 )
 PEERS = {peer.name: peer for peer in _ALL}

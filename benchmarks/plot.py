@@ -16,9 +16,20 @@ from .workloads import SAMPLES
 plt.switch_backend("Agg")
 LONG = ("per-sample gradients", "their norms", "sum of clipped gradients", "inner products")
 TITLES = dict(zip(QUANTITIES, LONG, strict=True))
-COLORS = ["#555555", "#a6a6a6", "#e08e45", "#8c6bb1", "#5b9bd5", "#1f5f99", "#59a14f", "#c9a400"]  # of PEERS
+COLORS = [
+    "#555555",
+    "#a6a6a6",
+    "#e08e45",
+    "#bbbbbb",
+    "#f5c396",
+    "#8c6bb1",
+    "#5b9bd5",
+    "#1f5f99",
+    "#59a14f",
+    "#c9a400",
+]  # of PEERS
 COLORS += ["#d62728", "#ff9896", "#8b0000"]
-STYLES = dict(zip(PEERS, zip("|xsv^<D>oo*", COLORS, strict=True), strict=True))
+STYLES = dict(zip(PEERS, zip("|xs_sv^<D>oo*", COLORS, strict=True), strict=True))
 
 
 def draw(records: Sequence[Record], out: Path) -> list[Path]:

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from .mode import Mode, TorchCall
 
 Handler = Callable[["Mode", "TorchCall"], Any]
+_BY_SIZE = frozenset([torch.empty, torch.ones, torch.rand, torch.randn, torch.zeros])  # of sizes, perhaps in tensors
 _MIXES = "its backward is not known to keep samples apart"
 _OF_MEMORY = (torch.as_strided, torch.Tensor.as_strided)  # of the whole storage, in which a row is somewhere
 
@@ -252,7 +253,7 @@ def write(mode: "Mode", call: "TorchCall") -> Any:
 
 def make(mode: "Mode", call: "TorchCall") -> Any:
     """A tensor that `fn` makes, perhaps to write samples into it."""
-    if assumptions.are_noted() and any(_is_size(a) for a in call.args):
+    if assumptions.are_noted() and call.func in _BY_SIZE and any(_is_size(a) for a in call.args):
         int_of = lambda a: answer_for_all(mode.again(call, torch.Tensor.__int__, (a,), {}))
         call = mode.again(call, call.func, tuple([int_of(a) if _is_size(a) else a for a in call.args]), call.kwargs)
         return call.run() if not mode.options.new_per_sample else with_sample_axis(mode, call.run())
