@@ -213,9 +213,10 @@ def keep_freed_memory() -> None:
     >>> psgrad.keep_freed_memory()
 
     Activations come from malloc. glibc gives the end of its heap back to the system when more of that is free than
-    twice the largest block that it has freed before, of which 32 MB are the most that counts; the next call then begins with
-    page faults. This frees one such block, to which nothing is written. It holds for the whole process until it ends.
-    Where MALLOC_TRIM_THRESHOLD_ or its like is set, and in other mallocs, it changes nothing.
+    twice the largest block that it has freed before, of which 32 MB are the most that counts; the next call then
+    begins with page faults. This frees one such block, to which nothing is written. It holds for the
+    whole process until it ends. Where `MALLOC_TRIM_THRESHOLD_` or its like is set, and in other mallocs, it changes
+    nothing.
     """
     bytes(_SHOWN)
 
