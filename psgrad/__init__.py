@@ -34,6 +34,7 @@ A map of the library:
                      testing            the oracle, and checks against it
 
     memory           empty_cache        gives back what is kept for the next results
+                     keep_freed_memory  has malloc keep more, in the whole process
 
     errors           PsgradError is the base of ArgumentError (a ValueError), ArgumentTypeError (a TypeError),
                      UnsupportedOpError, RuleError
@@ -57,7 +58,7 @@ from .errors import (
     UnusedParametersWarning,
     VerificationError,
 )
-from .factors.warm_memory import empty_cache
+from .factors.warm_memory import empty_cache, keep_freed_memory
 from .module import from_module
 from .quantities.clipped import clipped_grad
 from .quantities.clipping import ClippedGrad
@@ -99,6 +100,7 @@ __all__ = [
     "from_module",
     "grad_stats",
     "gram",
+    "keep_freed_memory",
     "ops",
     "per_sample_grads",
     "per_sample_norms",

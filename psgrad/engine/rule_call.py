@@ -14,7 +14,6 @@ from torch.autograd.graph import GradientEdge
 
 from ..errors import PsgradError
 from ..factors import costs
-from ..factors.warm_memory import show_malloc
 from ..registry.params import Param
 from ..registry.plugin import Guarded
 from ..registry.rule import BatchFold, Call, Composite, Decline, Entry, Needs, Rule
@@ -259,8 +258,6 @@ def _apply_bound(mode: "Mode", call: Call, bound: BoundRule, x: Tensor, *others:
     elif bound.rule.native and x.nbytes <= costs.SMALL and mode.deferred.takes_more():
         y = mode.deferred.run(bound, x)
     else:
-        if x.nbytes >= costs.LARGE and x.is_cpu:
-            show_malloc()
         y = _apply(bound, None, x, mode.anchor if True in bound.tracked else None)
     return y if call.after is None else call.after(y, *others)
 

@@ -6,7 +6,6 @@ TILE = 4 << 20  # bytes: gradients, or patches, written out at once; larger ones
 WORKSPACE = 16 << 20  # bytes: what a strategy may hold at once; malloc keeps blocks of this size for reuse
 
 SMALL = 1 << 16  # bytes of an input: with less, a call's own overhead is what counts
-LARGE = 1 << 20  # bytes of an input: with more, fresh memory is what counts
 SMALL_HELD = 1 << 18  # bytes of all factors: with less, it does not matter which of them goes first
 SMALL_TOTAL = 1 << 22  # bytes of cotangents that may be held for that
 

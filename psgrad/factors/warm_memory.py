@@ -205,21 +205,20 @@ def empty(shape: Sequence[int], like: Tensor) -> Tensor:
 
 
 _SHOWN = (32 << 20) - (64 << 10)  # bytes of the largest block from which malloc learns, nearly
-_has_shown = False
 
 
-def show_malloc() -> None:
-    """Let malloc free one large block, once in a process, so that it keeps more of what others free.
+def keep_freed_memory() -> None:
+    """Have malloc keep up to 64 MB of what anybody in this process frees. psgrad never does this unasked.
 
-    glibc gives the end of its heap back to the system when more of that is free than twice the largest block that it
-    has freed before, of which 32 MB are the most that counts. Our results used to show it such blocks. Now it would
-    learn from activations alone, and give back what the next call needs. Nothing is written to the block: 20 us.
-    Where MALLOC_TRIM_THRESHOLD_ or its like is set, and in other mallocs, this changes nothing.
+    >>> psgrad.keep_freed_memory()
+
+    Activations come from malloc. glibc gives the end of its heap back to the system when more of that is free than
+    twice the largest block that it has freed before, of which 32 MB are the most that counts; the next call then
+    begins with page faults. This frees one such block, to which nothing is written. It holds for the
+    whole process until it ends. Where `MALLOC_TRIM_THRESHOLD_` or its like is set, and in other mallocs, it changes
+    nothing.
     """
-    global _has_shown
-    if not _has_shown:
-        _has_shown = True
-        bytes(_SHOWN)
+    bytes(_SHOWN)
 
 
 def empty_cache() -> None:
