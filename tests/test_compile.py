@@ -537,6 +537,15 @@ def test_poisson_batches_need_few_graphs() -> None:
     assert step.cache_info().misses == 0
 
 
+def test_as_many_samples_as_a_layer_has_units() -> None:
+    """An axis of a parameter is not taken for the samples'."""
+    fn, params = psgrad.from_module(net(), F.cross_entropy)
+    step = psgrad.compile(psgrad.per_sample_norms, fn, backend="replay")
+    for n in (8, 7, 6, 8):  # the hidden layer has 8 units
+        check(step, params, batch_of(n))
+    assert step.cache_info().graphs == 1
+
+
 def test_padded_sizes() -> None:
     assert [padded_size(n) for n in (1, 2, 3, 4, 5, 6, 7, 12, 13, 33, 48, 49)] == [
         1, 2, 3, 4, 6, 6, 8, 12, 16, 48, 48, 64,

@@ -329,7 +329,8 @@ class Compiled:
             sizing = SIZINGS.get(self.quantity)
             n = None if sizing is None else sizing.samples(call.batch, call.options)
             if n is not None:
-                sizes = world.sizes.setdefault(_but_for_size(key, n), [])
+                own = len(optree.tree_leaves(call.params))
+                sizes = world.sizes.setdefault(_but_for_size(key, n, own), [])
                 near = [size for size in sizes if n <= size <= 1.5 * n]
                 size = min(near, default=padded_size(n)) if sizes else n
                 if size not in sizes:
@@ -384,9 +385,13 @@ class Compiled:
         return sizing.cut(self._finished(found, call), n, bool(call.options.get("has_aux")))
 
 
-def _but_for_size(key: tuple[Any, ...], n: int) -> Any:
-    """A signature in which batches of any size are alike: without strides, and without axes of n in front."""
+def _but_for_size(key: tuple[Any, ...], n: int, own: int) -> Any:
+    """A signature in which batches of any size are alike: without strides, and but for the first `own` tensors, the
+    parameters, without axes of n in front."""
     spec, *facts, others, settings = key
     shapes = [fact for fact in facts if isinstance(fact[0] if fact else None, torch.Size)]
-    alike = [(shape[1:], *rest) if len(shape) and shape[0] == n else (shape, *rest) for shape, *rest in shapes]
+    alike = [
+        (shape[1:], *rest) if i >= own and len(shape) and shape[0] == n else (shape, *rest)
+        for i, (shape, *rest) in enumerate(shapes)
+    ]
     return spec, tuple(alike), others, settings
