@@ -17,6 +17,7 @@ A map of the library:
 
     quantities       per_sample_grads   the gradients themselves, one for each sample
                      per_sample_norms   how large each is
+                     per_sample_dots    how far each points in a direction
                      clipped_grad       their sum, each clipped first: ClippedGrad
                      weighted_grad      their sum with weights, given or a function of the norms
                      gram               inner products, of a batch with itself or with another
@@ -55,6 +56,7 @@ from .errors import (
 from .module import from_module
 from .quantities.clipped import clipped_grad
 from .quantities.clipping import ClippedGrad
+from .quantities.dots import per_sample_dots
 from .quantities.factored import FactoredGrads, concat, factored_grads
 from .quantities.grads import per_sample_grads
 from .quantities.gram import gram
@@ -90,6 +92,7 @@ __all__ = [
     "grad_stats",
     "gram",
     "ops",
+    "per_sample_dots",
     "per_sample_grads",
     "per_sample_norms",
     "rules",

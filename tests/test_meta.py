@@ -115,6 +115,10 @@ def _clipped(fn: Any, params: Any, batch: Any) -> Shapes:
     return [*_like(grad, params), (norms, (N,)), (values, (N,))]
 
 
+def _dots(fn: Any, params: Any, batch: Any) -> Shapes:
+    return [(psgrad.per_sample_dots(fn, params, batch, params), (N,))]
+
+
 def _gram(fn: Any, params: Any, batch: Any) -> Shapes:
     return [(psgrad.gram(fn, params, batch), (N, N))]
 
@@ -138,13 +142,14 @@ def _factored(fn: Any, params: Any, batch: Any) -> Shapes:
         *_like(fg.variance(), params),
         (fg.norms(), (N,)),
         (fg.dots(), (N, N)),
+        (fg.dots(params), (N,)),
         (fg.values, (N,)),
     ]
 
 
 Quantity = Callable[..., Shapes]
 EACH: tuple[Quantity, ...] = (_grads, _factored)  # of every case: gradients written out, and all questions to factors
-ONE_OF: tuple[Quantity, ...] = (_norms, _weighted, _clipped, _gram, _stats, _in_chunks)  # of every sixth: to save time
+ONE_OF: tuple[Quantity, ...] = (_norms, _weighted, _clipped, _dots, _gram, _stats, _in_chunks)  # of every seventh
 
 # Cases whose `fn` wants a number of a tensor, and torch's words where there is none.
 _ITEM, _COPY = r"Tensor\.item\(\) cannot be called on meta tensors", "Cannot copy out of meta tensor; no data!"

@@ -15,6 +15,7 @@ from psgrad.streaming import budget, progress
 FUNCTIONS: dict[str, Any] = {
     "per_sample_grads": psgrad.per_sample_grads,
     "per_sample_norms": psgrad.per_sample_norms,
+    "per_sample_dots": lambda *args, **options: psgrad.per_sample_dots(*args, args[1], **options),
     "weighted_grad": lambda *args, **options: psgrad.weighted_grad(*args, torch.ones(7), **options),
     "clipped_grad": lambda *args, **options: psgrad.clipped_grad(*args, 0.5, **options),
     "gram": psgrad.gram,

@@ -245,7 +245,7 @@ class Watch(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("quantity", ["norms", "clipped", "weighted", "gram"])
+@pytest.mark.parametrize("quantity", ["norms", "clipped", "weighted", "gram", "dots", "factored dots"])
 def test_no_tensor_of_n_times_p(quantity: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither for the tied table nor for the layers that are called twice: N x P of any one parameter."""
     monkeypatch.setattr(_plan, "WORKSPACE", 1 << 12)
@@ -258,6 +258,8 @@ def test_no_tensor_of_n_times_p(quantity: str, monkeypatch: pytest.MonkeyPatch) 
         "clipped": lambda: psgrad.clipped_grad(fn, params, batch, 1.0),
         "weighted": lambda: psgrad.weighted_grad(fn, params, batch, lambda norms: 1 / norms),
         "gram": lambda: psgrad.gram(fn, params, batch),
+        "dots": lambda: psgrad.per_sample_dots(fn, params, batch, params),
+        "factored dots": lambda: psgrad.factored_grads(fn, params, batch).dots(params),
     }[quantity]
     with Watch() as watch:
         ask()
@@ -1081,10 +1083,16 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
         psgrad.ArgumentError,
         "other holds the gradients of other parameters\n  give the same params to both.",
     ),
-    "other-type": (
+    "other-shape": (
         lambda w, x: psgrad.factored_grads(linear_loss, w, x).dots(x),
+        psgrad.ArgumentError,
+        "other has shape (5, 4), neither (3, 4) nor (K, 3, 4)\n"
+        "  give one direction, or K of them along a leading axis.",
+    ),
+    "other-type": (
+        lambda w, x: psgrad.factored_grads(linear_loss, w, x).dots("w"),
         psgrad.ArgumentTypeError,
-        "other is a Tensor, not a FactoredGrads\n  give what factored_grads returned.",
+        "other is a str, not a tensor\n  give a tensor of shape (3, 4).",
     ),
     "mask": (
         lambda w, x: psgrad.factored_grads(linear_loss, w, x)[torch.ones(3, dtype=torch.bool)],

@@ -18,6 +18,7 @@ from . import costs
 from .numerics import (
     SMALL_NORMS,
     cast,
+    flat,
     norms_of,
     suspects,
     weighted_sum_of,
@@ -173,6 +174,12 @@ class Factor:
         for _, part in self.tiles():
             total += (widened(part.dense()) - mean).square_().sum(0)
         return total
+
+    def along(self, directions: Tensor) -> Tensor:
+        """Inner products (N, K) with K directions (K, *shape), contiguous and in the dtype for sums."""
+        columns = flat(directions).mT
+        found = [torch.mm(cast(flat(part.dense()), columns.dtype), columns) for _, part in self.tiles()]
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     # ---- as a term of a sum ----------------------------------------------------------------------------------
 

@@ -134,6 +134,28 @@ class Outer(Factor):
         x, g = (scaled(x, w), g) if x.numel() < g.numel() else (x, scaled(g, w))  # the smaller of the two
         return g.flatten(0, 1).mT, x.flatten(0, 1)
 
+    def along(self, directions: Tensor) -> Tensor:
+        """For a direction V the sum over t of g[t] . (V x[t]); where there are many, the gradients are written out."""
+        own = self._plain
+        if own.x.dim() == 4 or costs.along(len(directions), own._positions).strategy == "tiles":
+            parts = [self] if self.dtype is directions.dtype else [part for _, part in self.tiles()]
+            return torch.cat([Factor.along(p.each(lambda t: cast(t, directions.dtype)), directions) for p in parts])
+        dtype, (o, i) = directions.dtype, own.shape
+        narrow = own.x if i < o else own.g
+        columns = []
+        for v in directions:
+            rows = []
+            for _, part in own.tiles(narrow[0].numel() * dtype.itemsize if len(narrow) else None):
+                x, g = cast(part.x, dtype), cast(part.g, dtype)
+                products = (g @ v).mul_(x) if i < o else (x @ v.mT).mul_(g)
+                rows.append(products.flatten(1).sum(1))
+            columns.append(rows[0] if len(rows) == 1 else torch.cat(rows))
+        return torch.stack(columns, 1)
+
+    @property
+    def _positions(self) -> int:
+        return self.x.shape[1] if self.x.dim() > 2 else 1
+
     def squared_deviations(self, mean: Tensor) -> Tensor:
         own = self._plain
         if own.x.dim() > 2 or own.x.device.type == "mps" or not tracing.can_look(own.x):  # mps has no float64

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import conv_costs, costs, huge_pages
 from .base import Factor
-from .numerics import scaled, vanishing, widened
+from .numerics import cast, scaled, vanishing, widened
 from .outer import Outer
 from .windows import Columns
 
@@ -138,6 +138,26 @@ class Patches(Factor):
         x, g = widened(self.x).flatten(0, 1), scaled(self.g, w).flatten(0, 1)
         return weight_gradient(x, g, self.geometry, self.shape)
 
+    def along(self, directions: Tensor) -> Tensor:
+        """For a direction V the convolution with V as the weight, times the cotangent."""
+        dtype, n = directions.dtype, len(self.x)
+        if self.x.numel() == 0 or self.g.numel() == 0:
+            return directions.new_zeros(n, len(directions))
+        if costs.along(len(directions), size_of(self.g)).strategy == "tiles":
+            parts = [self] if self.dtype is directions.dtype else [part for _, part in self.tiles()]
+            return torch.cat([Factor.along(p.each(lambda t: cast(t, directions.dtype)), directions) for p in parts])
+        columns = []
+        for v in directions:
+            rows = []
+            for _, part in self.tiles((self.x[0].numel() + self.g[0].numel()) * dtype.itemsize):
+                x, g = cast(part.x, dtype).flatten(0, 1), part.g.flatten(0, 1)
+                y = convolution(x, v, self.geometry)
+                for axis, size in enumerate(g.shape[2:], start=2):  # a transposed one may have left positions out
+                    y = y.narrow(axis, 0, size)
+                rows.append((y * g).view(len(part.x), -1).sum(1))
+            columns.append(rows[0] if len(rows) == 1 else torch.cat(rows))
+        return torch.stack(columns, 1)
+
     def merge_key(self) -> Hashable:
         return type(self), self.shape, self.dtype, self.geometry, self.x.shape[2:], self.g.shape[2:]
 
@@ -157,6 +177,13 @@ class Patches(Factor):
         first = rows.start // self.cut_grain() * width
         x = self.x[:, :, first : first + some * width]
         return replace(self, x=x, g=g, geometry=self.geometry._replace(groups=some))
+
+
+def convolution(x: Tensor, weight: Tensor, geometry: costs.ConvGeometry) -> Tensor:
+    """x (B, C, *S) with a weight (O, C/G, *K)."""
+    stride, padding, dilation, groups = geometry
+    y: Tensor = torch.ops.aten.convolution(x, weight, None, stride, padding, dilation, False, [0] * len(stride), groups)
+    return y
 
 
 def weight_gradient(

@@ -62,6 +62,16 @@ class Rows(Factor):
     def add_weighted(self, total: Tensor, w: Tensor | None = None) -> None:
         total.index_add_(0, self.index.flatten(), scaled(self.g, w).flatten(0, 1).to(total.dtype))
 
+    def along(self, directions: Tensor) -> Tensor:
+        """The directions' rows at the index, times g."""
+        dtype, (_, t, d) = directions.dtype, self.g.shape
+        columns = []
+        for v in directions:
+            parts = [p for _, p in self.tiles(t * d * dtype.itemsize)]
+            rows = [v[part.index].mul_(part.g).flatten(1).sum(1) for part in parts]
+            columns.append(rows[0] if len(rows) == 1 else torch.cat(rows))
+        return torch.stack(columns, 1)
+
     def squared_deviations(self, mean: Tensor) -> Tensor:
         """Rows that a sample does not touch differ from the mean by the mean."""
         if not tracing.can_look(self.index):  # how many are touched is not known

@@ -165,6 +165,15 @@ class Sum(Factor):
                 target.add_(term.factor.weighted_sum(w).reshape(target.shape))
         return total
 
+    def along(self, directions: Tensor) -> Tensor:
+        total: Tensor | None = None
+        for term in self.terms:
+            own = term.rows(directions).reshape(len(directions), *term.factor.shape).contiguous()
+            found = term.factor.along(own)
+            total = found if total is None else total.add_(found)
+        assert total is not None
+        return total
+
     def squared_deviations(self, mean: Tensor) -> Tensor:
         if (single := self.single) is not None:
             return single.squared_deviations(mean.view(single.shape)).view(self.whole)

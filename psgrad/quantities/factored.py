@@ -24,6 +24,7 @@ from ..torch_.autograd import in_full_precision
 from ..torch_.compiler import uncompiled
 from ..torch_.storage import identity_of, storage_of
 from .clipping import ClippedGrad, bounds_of, check_nonfinite, clip_weights, finite_of, norms_under, refuse_nonfinite
+from .directions import directions_of
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -236,26 +237,68 @@ class FactoredGrads(Generic[P]):
 
     # ---- more than that -----------------------------------------------------------------------------------
 
-    def dots(self, other: "FactoredGrads | None" = None) -> Tensor:
-        """Inner products (N, M) of the gradients with those of `other`, or (N, N) with each other."""
+    @overload
+    def dots(self, other: Any = None, *, per_param: Literal[False] = False) -> Tensor: ...
+    @overload
+    def dots(self, other: Any = None, *, per_param: Literal[True]) -> P: ...
+    @overload
+    def dots(self, other: Any = None, *, per_param: bool = False) -> Any: ...
+
+    def dots(self, other: Any = None, *, per_param: bool = False) -> Any:
+        """Inner products of the gradients: with each other, with those of other samples, or with a direction.
+
+        >>> x = torch.tensor([[3.0, 4.0], [0.0, 2.0]])
+        >>> fg = psgrad.factored_grads(lambda w, x: (w * x).sum(), torch.zeros(2), x)
+        >>> fg.dots()
+        tensor([[25.,  8.],
+                [ 8.,  4.]])
+        >>> fg.dots(torch.tensor([1.0, 10.0]))
+        tensor([43., 20.])
+        >>> fg[:1].dots(fg[1:].mean())  # how a step down the gradient of some would change the loss of others
+        tensor([8.])
+
+        Args:
+            other: None: (N, N) with each other. A `FactoredGrads` of M samples: (N, M). A pytree like params: (N,), or
+                (N, K) where all its leaves have a leading axis of K directions; no gradient is written out for it.
+            per_param: the products of each parameter's gradients, a pytree like params; they add up to the others.
+        """
         if other is None:
             other = self
-        if not isinstance(other, FactoredGrads):
-            raise ArgumentTypeError(
-                f"other is a {type(other).__name__}, not a FactoredGrads\n  give what factored_grads returned."
-            )
+        if isinstance(other, FactoredGrads):
+            return self._dots_with(other, per_param)
+        given = directions_of(other, self._spec, self._metas, "other")
+        lead, count = (self._n, given.width), range(len(self._metas))
+
+        def along(i: int, block: Block) -> Tensor | None:
+            own = block.sums[i]
+            return None if own is None else given.along(i, own)
+
+        if per_param:
+            return self._tree([given.squeezed(self._gathered(lead, partial(along, i))) for i in count])
+        every = lambda block: added([along(i, block) for i in count])
+        return given.squeezed(self._gathered(lead, every))
+
+    def _dots_with(self, other: "FactoredGrads", per_param: bool) -> Any:
         if other._spec != self._spec or [m[:2] for m in other._metas] != [m[:2] for m in self._metas]:
             raise ArgumentError("other holds the gradients of other parameters\n  give the same params to both.")
 
-        def against(block: Block) -> Tensor:
+        def against(some: slice, block: Block) -> Tensor:
             return other._gathered(
                 (other._n, self._n if block.places is None else len(block.places)),
                 lambda b: added(
-                    [x.dots(y) for x, y in zip(b.sums, block.sums, strict=True) if x is not None and y is not None]
+                    [
+                        x.dots(y)
+                        for x, y in zip(b.sums[some], block.sums[some], strict=True)
+                        if x is not None and y is not None
+                    ]
                 ),
             ).mT
 
-        return self._gathered((self._n, other._n), against)
+        lead = (self._n, other._n)
+        if per_param:
+            count = range(len(self._metas))
+            return self._tree([self._gathered(lead, partial(against, slice(i, i + 1))) for i in count])
+        return self._gathered(lead, partial(against, slice(None)))
 
     @in_full_precision
     def dense(self) -> P:
