@@ -22,6 +22,7 @@ A map of the library:
                      weighted_grad      their sum with weights, given or a function of the norms
                      gram               inner products, of a batch with itself or with another
                      grad_stats         mean, variance, gradient noise scale: GradStats
+                     kron_factors       inputs and output gradients of every matrix, as K-FAC wants them: KronFactors
                      factored_grads     one backward, then any number of questions: FactoredGrads; concat joins several
 
     before and after verify             beside a plain loop over a few samples: Verification, with a Comparison for
@@ -60,6 +61,7 @@ from .quantities.dots import per_sample_dots
 from .quantities.factored import FactoredGrads, concat, factored_grads
 from .quantities.grads import per_sample_grads
 from .quantities.gram import gram
+from .quantities.kron import KronFactors, kron_factors
 from .quantities.norms import per_sample_norms
 from .quantities.stats import GradStats, grad_stats
 from .quantities.sums import weighted_grad
@@ -76,6 +78,7 @@ __all__ = [
     "FactoredGrads",
     "FallbackWarning",
     "GradStats",
+    "KronFactors",
     "PsgradError",
     "Report",
     "RuleError",
@@ -91,6 +94,7 @@ __all__ = [
     "from_module",
     "grad_stats",
     "gram",
+    "kron_factors",
     "ops",
     "per_sample_dots",
     "per_sample_grads",

@@ -82,6 +82,10 @@ def check(found: Factor | None, expected: Tensor) -> None:
     for k in (1, 3):
         directions = torch.randn(k, *SHAPE)
         torch.testing.assert_close(found.along(directions), rows @ directions.flatten(1).mT)
+    for left, right in ((torch.randn(3, 4), torch.randn(2, 6)), (torch.randn(4), None), (None, torch.randn(6, 6))):
+        turned = expected if right is None else expected @ right.mT
+        want = turned if left is None else torch.diag(left) @ turned if left.dim() == 1 else left @ turned
+        torch.testing.assert_close(found.mapped(left, right, torch.float64).dense(), want)
     some = found.select(torch.tensor([3, 1]))
     torch.testing.assert_close(some.norms(), rows[[3, 1]].norm(dim=1))
     torch.testing.assert_close(some.dots(found), rows[[3, 1]] @ rows.mT)

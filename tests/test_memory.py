@@ -261,6 +261,7 @@ QUANTITIES: dict[str, Callable[..., Any]] = {
     "dots": lambda *args, **options: psgrad.per_sample_dots(*args, args[1], **options),
     "gram": psgrad.gram,
     "stats": psgrad.grad_stats,
+    "kron": psgrad.kron_factors,
     "explain": psgrad.explain,
 }
 
@@ -418,6 +419,8 @@ def metered(quantity: str, fn: Any, params: Any, batch: Any, **options: Any) -> 
         known += options["out"].values()
     if quantity in ("clipped", "weighted"):
         result = sum(p.nbytes for p in params.values())
+    if quantity == "kron":
+        result = sum(4 * (len(p) ** 2 + p[0].numel() ** 2) for p in params.values() if p.dim() == 2)
     with _memory.Meter(known) as meter:
         QUANTITIES[quantity](fn, params, batch, **options)
     return int(meter.peak) - result
@@ -432,6 +435,7 @@ def metered(quantity: str, fn: Any, params: Any, batch: Any, **options: Any) -> 
         (sequence_net, "norms", 0.4),
         (sequence_net, "clipped", 0.4),
         (sequence_net, "dots", 0.4),
+        (sequence_net, "kron", 0.7),
         (large_net, "dots", 0.6),
         (branching_net, "dots", 0.7),
         (sequence_net, "weighted", 0.8),

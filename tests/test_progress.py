@@ -20,6 +20,7 @@ FUNCTIONS: dict[str, Any] = {
     "clipped_grad": lambda *args, **options: psgrad.clipped_grad(*args, 0.5, **options),
     "gram": psgrad.gram,
     "grad_stats": psgrad.grad_stats,
+    "kron_factors": psgrad.kron_factors,
     "factored_grads": psgrad.factored_grads,
 }
 

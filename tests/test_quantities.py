@@ -245,7 +245,7 @@ class Watch(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("quantity", ["norms", "clipped", "weighted", "gram", "dots", "factored dots"])
+@pytest.mark.parametrize("quantity", ["norms", "clipped", "weighted", "gram", "dots", "factored dots", "mapped"])
 def test_no_tensor_of_n_times_p(quantity: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither for the tied table nor for the layers that are called twice: N x P of any one parameter."""
     monkeypatch.setattr(_plan, "WORKSPACE", 1 << 12)
@@ -253,6 +253,7 @@ def test_no_tensor_of_n_times_p(quantity: str, monkeypatch: pytest.MonkeyPatch) 
     n, width, vocabulary = 16, 32, 500
     fn, params = psgrad.from_module(TiedGPT(vocabulary, width), tokens_loss)
     batch = torch.randint(vocabulary, (n, 12)), torch.randint(vocabulary, (n, 12))
+    sides = {name: (torch.ones(len(p)), torch.eye(p[0].numel())) for name, p in params.items() if p.dim() == 2}
     ask = {
         "norms": lambda: psgrad.per_sample_norms(fn, params, batch),
         "clipped": lambda: psgrad.clipped_grad(fn, params, batch, 1.0),
@@ -260,6 +261,7 @@ def test_no_tensor_of_n_times_p(quantity: str, monkeypatch: pytest.MonkeyPatch) 
         "gram": lambda: psgrad.gram(fn, params, batch),
         "dots": lambda: psgrad.per_sample_dots(fn, params, batch, params),
         "factored dots": lambda: psgrad.factored_grads(fn, params, batch).dots(params),
+        "mapped": lambda: psgrad.factored_grads(fn, params, batch).precondition(sides).norms(),
     }[quantity]
     with Watch() as watch:
         ask()

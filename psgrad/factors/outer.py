@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ..torch_ import tracing
 from . import costs, huge_pages
-from .base import Factor, NormMemo
+from .base import Factor, Kron, NormMemo
+from .maps import Side, applied, gram_of
 from .numerics import cast, lost_below, norms_of, scaled, vanishing, wide_norms, widened, widest
 
 
@@ -151,6 +152,16 @@ class Outer(Factor):
                 rows.append(products.flatten(1).sum(1))
             columns.append(rows[0] if len(rows) == 1 else torch.cat(rows))
         return torch.stack(columns, 1)
+
+    def mapped(self, left: Side, right: Side, dtype: torch.dtype) -> Factor:
+        if self.x.dim() == 4:
+            return super().mapped(left, right, dtype)
+        return Outer(applied(self.x, right, dtype), applied(self.g, left, dtype))
+
+    def kron(self, dtype: torch.dtype) -> Kron | None:
+        if self.x.dim() == 4:
+            return None
+        return Kron(*(gram_of(cast(t.flatten(0, -2), dtype)) for t in (self.g, self.x)))
 
     @property
     def _positions(self) -> int:
