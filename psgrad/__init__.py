@@ -20,6 +20,7 @@ A map of the library:
                      per_sample_dots    how far each points in a direction
                      clipped_grad       their sum, each clipped first: ClippedGrad
                      weighted_grad      their sum with weights, given or a function of the norms
+                     projected_grads    few random numbers for each, whose inner products estimate those of gradients
                      gram               inner products, of a batch with itself or with another
                      grad_stats         mean, variance, gradient noise scale: GradStats
                      kron_factors       inputs and output gradients of every matrix, as K-FAC wants them: KronFactors
@@ -63,6 +64,7 @@ from .quantities.grads import per_sample_grads
 from .quantities.gram import gram
 from .quantities.kron import KronFactors, kron_factors
 from .quantities.norms import per_sample_norms
+from .quantities.projected import projected_grads
 from .quantities.stats import GradStats, grad_stats
 from .quantities.sums import weighted_grad
 from .report import Report, explain
@@ -99,6 +101,7 @@ __all__ = [
     "per_sample_dots",
     "per_sample_grads",
     "per_sample_norms",
+    "projected_grads",
     "rules",
     "testing",
     "use_rules",

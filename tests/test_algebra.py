@@ -184,6 +184,8 @@ def test_a_factor_of_ones_own_has_every_quantity(with_others: bool) -> None:
             torch.testing.assert_close(found, torch.tensordot(weights, grads, 1))
             torch.testing.assert_close(psgrad.gram(fn, w, x, **option), rows @ rows.mT)
             torch.testing.assert_close(psgrad.per_sample_dots(fn, w, x, w, **option), rows @ w.flatten())
+            whole = psgrad.projected_grads(fn, w, x, 24, **option)  # as many numbers as there are: a rotation
+            torch.testing.assert_close(whole @ whole.mT, rows @ rows.mT)
             torch.testing.assert_close(psgrad.grad_stats(fn, w, x, **option).variance, grads.var(0))
         assert psgrad.clipped_grad(fn, w, x, 0.5, max_bytes="1MB").grad.shape == SHAPE
         torch.testing.assert_close(fg.norms(), norms)

@@ -120,6 +120,11 @@ def _dots(fn: Any, params: Any, batch: Any) -> Shapes:
     return [(psgrad.per_sample_dots(fn, params, batch, params), (N,))]
 
 
+def _projected(fn: Any, params: Any, batch: Any) -> Shapes:
+    found = psgrad.projected_grads(fn, params, batch, 5)
+    return [(found, (N, 5)), (psgrad.projected_grads(fn, params, batch, 5, kind="two_sided"), (N, 5))]
+
+
 def _gram(fn: Any, params: Any, batch: Any) -> Shapes:
     return [(psgrad.gram(fn, params, batch), (N, N))]
 
@@ -177,6 +182,7 @@ ONE_OF: tuple[Quantity, ...] = (
     _in_chunks,
     _kron,
     _mapped,
+    _projected,
 )
 
 # Cases whose `fn` wants a number of a tensor, and torch's words where there is none.

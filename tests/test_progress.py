@@ -18,6 +18,7 @@ FUNCTIONS: dict[str, Any] = {
     "per_sample_dots": lambda *args, **options: psgrad.per_sample_dots(*args, args[1], **options),
     "weighted_grad": lambda *args, **options: psgrad.weighted_grad(*args, torch.ones(7), **options),
     "clipped_grad": lambda *args, **options: psgrad.clipped_grad(*args, 0.5, **options),
+    "projected_grads": lambda *args, **options: psgrad.projected_grads(*args, 5, **options),
     "gram": psgrad.gram,
     "grad_stats": psgrad.grad_stats,
     "kron_factors": psgrad.kron_factors,

@@ -245,7 +245,9 @@ class Watch(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("quantity", ["norms", "clipped", "weighted", "gram", "dots", "factored dots", "mapped"])
+@pytest.mark.parametrize(
+    "quantity", ["norms", "clipped", "weighted", "gram", "dots", "factored dots", "mapped", "projected", "two-sided"]
+)
 def test_no_tensor_of_n_times_p(quantity: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither for the tied table nor for the layers that are called twice: N x P of any one parameter."""
     monkeypatch.setattr(_plan, "WORKSPACE", 1 << 12)
@@ -261,6 +263,8 @@ def test_no_tensor_of_n_times_p(quantity: str, monkeypatch: pytest.MonkeyPatch) 
         "gram": lambda: psgrad.gram(fn, params, batch),
         "dots": lambda: psgrad.per_sample_dots(fn, params, batch, params),
         "factored dots": lambda: psgrad.factored_grads(fn, params, batch).dots(params),
+        "projected": lambda: psgrad.projected_grads(fn, params, batch, 100),
+        "two-sided": lambda: psgrad.projected_grads(fn, params, batch, 100, kind="two_sided"),
         "mapped": lambda: psgrad.factored_grads(fn, params, batch).precondition(sides).norms(),
     }[quantity]
     with Watch() as watch:

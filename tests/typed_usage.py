@@ -99,6 +99,8 @@ def of_a_tree(flag: bool = False) -> None:
     clipped, _ = psgrad.clipped_grad(loss_and_aux, net, x, 1.0, has_aux=True)
     assert_type(clipped, psgrad.ClippedGrad[Net])
     assert_type(psgrad.gram(loss, net, x), Tensor)
+    assert_type(psgrad.projected_grads(loss, net, x, 8, kind="two_sided"), Tensor)
+    assert_type(psgrad.projected_grads(loss_and_aux, net, x, 8, has_aux=True), tuple[Tensor, Any])
     assert_type(psgrad.kron_factors(loss, net, x), dict[str, psgrad.KronFactors])
     assert_type(psgrad.kron_factors(loss, net, x)[".w"].input, Tensor)
     assert_type(psgrad.grad_stats(loss, net, x, basis={".w": (None, torch.eye(3))}).variance, Net)
@@ -145,4 +147,5 @@ def mistakes() -> None:
     psgrad.per_sample_norms(loss, net, x, randomness="never")  # type: ignore[call-overload]
     psgrad.factored_grads(loss, net, x).clipped_sum(1.0, nonfinite="drop")  # type: ignore[arg-type]
     psgrad.explain(loss, net, x, randomness="never")  # type: ignore[arg-type]
+    psgrad.projected_grads(loss, net, x, 8, kind="dense")  # type: ignore[call-overload]
     print(psgrad.weighted_grad(loss, net, x, torch.ones(5)).missing)  # type: ignore[attr-defined]
