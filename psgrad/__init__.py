@@ -25,6 +25,8 @@ A map of the library:
                      grad_stats         mean, variance, gradient noise scale: GradStats
                      kron_factors       inputs and output gradients of every matrix, as K-FAC wants them: KronFactors
                      factored_grads     one backward, then any number of questions: FactoredGrads; concat joins several
+                     per_sample_jacobians  for functions with several outputs
+                     ntk                inner products of Jacobians: the empirical neural tangent kernel
 
     before and after verify             beside a plain loop over a few samples: Verification, with a Comparison for
                                         each quantity; a VerificationError names what differs
@@ -62,6 +64,7 @@ from .quantities.dots import per_sample_dots
 from .quantities.factored import FactoredGrads, concat, factored_grads
 from .quantities.grads import per_sample_grads
 from .quantities.gram import gram
+from .quantities.jacobians import ntk, per_sample_jacobians
 from .quantities.kron import KronFactors, kron_factors
 from .quantities.norms import per_sample_norms
 from .quantities.projected import projected_grads
@@ -97,9 +100,11 @@ __all__ = [
     "grad_stats",
     "gram",
     "kron_factors",
+    "ntk",
     "ops",
     "per_sample_dots",
     "per_sample_grads",
+    "per_sample_jacobians",
     "per_sample_norms",
     "projected_grads",
     "rules",

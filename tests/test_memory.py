@@ -261,6 +261,8 @@ QUANTITIES: dict[str, Callable[..., Any]] = {
     "dots": lambda *args, **options: psgrad.per_sample_dots(*args, args[1], **options),
     "projected": lambda *args, **options: psgrad.projected_grads(*args, 32, **options),
     "gram": psgrad.gram,
+    "jacobians": psgrad.per_sample_jacobians,
+    "ntk": psgrad.ntk,
     "stats": psgrad.grad_stats,
     "kron": psgrad.kron_factors,
     "explain": psgrad.explain,

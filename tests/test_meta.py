@@ -125,6 +125,12 @@ def _projected(fn: Any, params: Any, batch: Any) -> Shapes:
     return [(found, (N, 5)), (psgrad.projected_grads(fn, params, batch, 5, kind="two_sided"), (N, 5))]
 
 
+def _outputs(fn: Any, params: Any, batch: Any) -> Shapes:
+    several = lambda p, s: torch.stack([fn(p, s).reshape(()), fn(p, s).reshape(()).sin()])
+    kernel = psgrad.ntk(several, params, batch)
+    return [*_like(psgrad.per_sample_jacobians(several, params, batch), params, N, 2), (kernel, (N, N, 2, 2))]
+
+
 def _gram(fn: Any, params: Any, batch: Any) -> Shapes:
     return [(psgrad.gram(fn, params, batch), (N, N))]
 
@@ -183,6 +189,7 @@ ONE_OF: tuple[Quantity, ...] = (
     _kron,
     _mapped,
     _projected,
+    _outputs,
 )
 
 # Cases whose `fn` wants a number of a tensor, and torch's words where there is none.

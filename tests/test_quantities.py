@@ -246,7 +246,20 @@ class Watch(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    "quantity", ["norms", "clipped", "weighted", "gram", "dots", "factored dots", "mapped", "projected", "two-sided"]
+    "quantity",
+    [
+        "norms",
+        "clipped",
+        "weighted",
+        "gram",
+        "dots",
+        "factored dots",
+        "mapped",
+        "projected",
+        "two-sided",
+        "ntk",
+        "ntk trace",
+    ],
 )
 def test_no_tensor_of_n_times_p(quantity: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither for the tied table nor for the layers that are called twice: N x P of any one parameter."""
@@ -255,6 +268,7 @@ def test_no_tensor_of_n_times_p(quantity: str, monkeypatch: pytest.MonkeyPatch) 
     n, width, vocabulary = 16, 32, 500
     fn, params = psgrad.from_module(TiedGPT(vocabulary, width), tokens_loss)
     batch = torch.randint(vocabulary, (n, 12)), torch.randint(vocabulary, (n, 12))
+    several = lambda p, s: fn(p, s).view(1) ** torch.tensor([1, 2])
     sides = {name: (torch.ones(len(p)), torch.eye(p[0].numel())) for name, p in params.items() if p.dim() == 2}
     ask = {
         "norms": lambda: psgrad.per_sample_norms(fn, params, batch),
@@ -265,6 +279,8 @@ def test_no_tensor_of_n_times_p(quantity: str, monkeypatch: pytest.MonkeyPatch) 
         "factored dots": lambda: psgrad.factored_grads(fn, params, batch).dots(params),
         "projected": lambda: psgrad.projected_grads(fn, params, batch, 100),
         "two-sided": lambda: psgrad.projected_grads(fn, params, batch, 100, kind="two_sided"),
+        "ntk": lambda: psgrad.ntk(several, params, batch),
+        "ntk trace": lambda: psgrad.ntk(several, params, batch, outputs="trace"),
         "mapped": lambda: psgrad.factored_grads(fn, params, batch).precondition(sides).norms(),
     }[quantity]
     with Watch() as watch:

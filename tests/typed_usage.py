@@ -99,6 +99,8 @@ def of_a_tree(flag: bool = False) -> None:
     clipped, _ = psgrad.clipped_grad(loss_and_aux, net, x, 1.0, has_aux=True)
     assert_type(clipped, psgrad.ClippedGrad[Net])
     assert_type(psgrad.gram(loss, net, x), Tensor)
+    assert_type(psgrad.ntk(loss, net, x, outputs="trace"), Tensor)
+    assert_type(psgrad.per_sample_jacobians(loss, net, x), Net)
     assert_type(psgrad.projected_grads(loss, net, x, 8, kind="two_sided"), Tensor)
     assert_type(psgrad.projected_grads(loss_and_aux, net, x, 8, has_aux=True), tuple[Tensor, Any])
     assert_type(psgrad.kron_factors(loss, net, x), dict[str, psgrad.KronFactors])
