@@ -17,11 +17,16 @@ A map of the library:
 
     quantities       per_sample_grads   the gradients themselves, one for each sample
                      per_sample_norms   how large each is
+                     per_sample_dots    how far each points in a direction
                      clipped_grad       their sum, each clipped first: ClippedGrad
                      weighted_grad      their sum with weights, given or a function of the norms
+                     projected_grads    few random numbers for each, whose inner products estimate those of gradients
                      gram               inner products, of a batch with itself or with another
                      grad_stats         mean, variance, gradient noise scale: GradStats
+                     kron_factors       inputs and output gradients of every matrix, as K-FAC wants them: KronFactors
                      factored_grads     one backward, then any number of questions: FactoredGrads; concat joins several
+                     per_sample_jacobians  for functions with several outputs
+                     ntk                inner products of Jacobians: the empirical neural tangent kernel
 
     before and after verify             beside a plain loop over a few samples: Verification, with a Comparison for
                                         each quantity; a VerificationError names what differs
@@ -62,10 +67,14 @@ from .factors.warm_memory import empty_cache, keep_freed_memory
 from .module import from_module
 from .quantities.clipped import clipped_grad
 from .quantities.clipping import ClippedGrad
+from .quantities.dots import per_sample_dots
 from .quantities.factored import FactoredGrads, concat, factored_grads
 from .quantities.grads import per_sample_grads
 from .quantities.gram import gram
+from .quantities.jacobians import ntk, per_sample_jacobians
+from .quantities.kron import KronFactors, kron_factors
 from .quantities.norms import per_sample_norms
+from .quantities.projected import projected_grads
 from .quantities.stats import GradStats, grad_stats
 from .quantities.sums import weighted_grad
 from .report import Report, explain
@@ -83,6 +92,7 @@ __all__ = [
     "FactoredGrads",
     "FallbackWarning",
     "GradStats",
+    "KronFactors",
     "PsgradError",
     "Report",
     "RuleError",
@@ -101,9 +111,14 @@ __all__ = [
     "grad_stats",
     "gram",
     "keep_freed_memory",
+    "kron_factors",
+    "ntk",
     "ops",
+    "per_sample_dots",
     "per_sample_grads",
+    "per_sample_jacobians",
     "per_sample_norms",
+    "projected_grads",
     "rules",
     "testing",
     "use_rules",

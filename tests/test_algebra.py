@@ -79,6 +79,13 @@ def check(found: Factor | None, expected: Tensor) -> None:
     torch.testing.assert_close(total, 1 + torch.tensordot(w, expected, 1))
     torch.testing.assert_close(found.squared_deviations(mean), (expected - mean).square().sum(0))
     torch.testing.assert_close(found.dots(found), rows @ rows.mT)
+    for k in (1, 3):
+        directions = torch.randn(k, *SHAPE)
+        torch.testing.assert_close(found.along(directions), rows @ directions.flatten(1).mT)
+    for left, right in ((torch.randn(3, 4), torch.randn(2, 6)), (torch.randn(4), None), (None, torch.randn(6, 6))):
+        turned = expected if right is None else expected @ right.mT
+        want = turned if left is None else torch.diag(left) @ turned if left.dim() == 1 else left @ turned
+        torch.testing.assert_close(found.mapped(left, right, torch.float64).dense(), want)
     some = found.select(torch.tensor([3, 1]))
     torch.testing.assert_close(some.norms(), rows[[3, 1]].norm(dim=1))
     torch.testing.assert_close(some.dots(found), rows[[3, 1]] @ rows.mT)
@@ -176,6 +183,9 @@ def test_a_factor_of_ones_own_has_every_quantity(with_others: bool) -> None:
             found = psgrad.weighted_grad(fn, w, x, weights, **option)
             torch.testing.assert_close(found, torch.tensordot(weights, grads, 1))
             torch.testing.assert_close(psgrad.gram(fn, w, x, **option), rows @ rows.mT)
+            torch.testing.assert_close(psgrad.per_sample_dots(fn, w, x, w, **option), rows @ w.flatten())
+            whole = psgrad.projected_grads(fn, w, x, 24, **option)  # as many numbers as there are: a rotation
+            torch.testing.assert_close(whole @ whole.mT, rows @ rows.mT)
             torch.testing.assert_close(psgrad.grad_stats(fn, w, x, **option).variance, grads.var(0))
         assert psgrad.clipped_grad(fn, w, x, 0.5, max_bytes="1MB").grad.shape == SHAPE
         torch.testing.assert_close(fg.norms(), norms)

@@ -258,8 +258,13 @@ QUANTITIES: dict[str, Callable[..., Any]] = {
     "norms": psgrad.per_sample_norms,
     "weighted": weighted,
     "clipped": lambda *args, **options: psgrad.clipped_grad(*args, 1.0, **options),
+    "dots": lambda *args, **options: psgrad.per_sample_dots(*args, args[1], **options),
+    "projected": lambda *args, **options: psgrad.projected_grads(*args, 32, **options),
     "gram": psgrad.gram,
+    "jacobians": psgrad.per_sample_jacobians,
+    "ntk": psgrad.ntk,
     "stats": psgrad.grad_stats,
+    "kron": psgrad.kron_factors,
     "explain": psgrad.explain,
 }
 
@@ -417,6 +422,8 @@ def metered(quantity: str, fn: Any, params: Any, batch: Any, **options: Any) -> 
         known += options["out"].values()
     if quantity in ("clipped", "weighted"):
         result = sum(p.nbytes for p in params.values())
+    if quantity == "kron":
+        result = sum(4 * (len(p) ** 2 + p[0].numel() ** 2) for p in params.values() if p.dim() == 2)
     with _memory.Meter(known) as meter:
         QUANTITIES[quantity](fn, params, batch, **options)
     return int(meter.peak) - result
@@ -430,6 +437,12 @@ def metered(quantity: str, fn: Any, params: Any, batch: Any, **options: Any) -> 
         (kinked_net, "clipped", 0.7),
         (sequence_net, "norms", 0.4),
         (sequence_net, "clipped", 0.4),
+        (sequence_net, "dots", 0.4),
+        (sequence_net, "kron", 0.7),
+        (sequence_net, "projected", 0.6),
+        (branching_net, "projected", 0.7),
+        (large_net, "dots", 0.6),
+        (branching_net, "dots", 0.7),
         (sequence_net, "weighted", 0.8),
         (large_net, "norms", 0.6),
         (large_net, "clipped", 0.6),

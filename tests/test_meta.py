@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import psgrad
+from psgrad import display
 
 from .cases import CASES, Case, N
 
@@ -115,12 +116,43 @@ def _clipped(fn: Any, params: Any, batch: Any) -> Shapes:
     return [*_like(grad, params), (norms, (N,)), (values, (N,))]
 
 
+def _dots(fn: Any, params: Any, batch: Any) -> Shapes:
+    return [(psgrad.per_sample_dots(fn, params, batch, params), (N,))]
+
+
+def _projected(fn: Any, params: Any, batch: Any) -> Shapes:
+    found = psgrad.projected_grads(fn, params, batch, 5)
+    return [(found, (N, 5)), (psgrad.projected_grads(fn, params, batch, 5, kind="two_sided"), (N, 5))]
+
+
+def _outputs(fn: Any, params: Any, batch: Any) -> Shapes:
+    several = lambda p, s: torch.stack([fn(p, s).reshape(()), fn(p, s).reshape(()).sin()])
+    kernel = psgrad.ntk(several, params, batch)
+    return [*_like(psgrad.per_sample_jacobians(several, params, batch), params, N, 2), (kernel, (N, N, 2, 2))]
+
+
 def _gram(fn: Any, params: Any, batch: Any) -> Shapes:
     return [(psgrad.gram(fn, params, batch), (N, N))]
 
 
 def _weighted(fn: Any, params: Any, batch: Any) -> Shapes:
     return _like(psgrad.weighted_grad(fn, params, batch, torch.ones(N, device=META)), params)
+
+
+def _kron(fn: Any, params: Any, batch: Any) -> Shapes:
+    sizes = {name: (p.shape[0], p[0].numel()) for name, p in display.leaves(params) if p.dim() > 1 and len(p)}
+    found: Shapes = []
+    for name, (inputs, output) in psgrad.kron_factors(fn, params, batch).items():
+        o, i = sizes[name]
+        found += [(inputs, (i, i)), (output, (o,) * output.dim())]
+    return found
+
+
+def _mapped(fn: Any, params: Any, batch: Any) -> Shapes:
+    names = [(name, p) for name, p in display.leaves(params) if p.dim() > 1 and p.numel()]
+    sides = {name: (torch.ones(2, len(p), device=META), torch.ones(p[0].numel(), device=META)) for name, p in names}
+    fg = psgrad.factored_grads(fn, params, batch).precondition(sides)
+    return [(fg.norms(), (N,)), (fg.dots(), (N, N))]
 
 
 def _stats(fn: Any, params: Any, batch: Any) -> Shapes:
@@ -138,13 +170,27 @@ def _factored(fn: Any, params: Any, batch: Any) -> Shapes:
         *_like(fg.variance(), params),
         (fg.norms(), (N,)),
         (fg.dots(), (N, N)),
+        (fg.dots(params), (N,)),
         (fg.values, (N,)),
     ]
 
 
 Quantity = Callable[..., Shapes]
 EACH: tuple[Quantity, ...] = (_grads, _factored)  # of every case: gradients written out, and all questions to factors
-ONE_OF: tuple[Quantity, ...] = (_norms, _weighted, _clipped, _gram, _stats, _in_chunks)  # of every sixth: to save time
+# of every case one of these, to save time
+ONE_OF: tuple[Quantity, ...] = (
+    _norms,
+    _weighted,
+    _clipped,
+    _dots,
+    _gram,
+    _stats,
+    _in_chunks,
+    _kron,
+    _mapped,
+    _projected,
+    _outputs,
+)
 
 # Cases whose `fn` wants a number of a tensor, and torch's words where there is none.
 _ITEM, _COPY = r"Tensor\.item\(\) cannot be called on meta tensors", "Cannot copy out of meta tensor; no data!"

@@ -15,10 +15,15 @@ from psgrad.streaming import budget, progress
 FUNCTIONS: dict[str, Any] = {
     "per_sample_grads": psgrad.per_sample_grads,
     "per_sample_norms": psgrad.per_sample_norms,
+    "per_sample_dots": lambda *args, **options: psgrad.per_sample_dots(*args, args[1], **options),
     "weighted_grad": lambda *args, **options: psgrad.weighted_grad(*args, torch.ones(7), **options),
     "clipped_grad": lambda *args, **options: psgrad.clipped_grad(*args, 0.5, **options),
+    "projected_grads": lambda *args, **options: psgrad.projected_grads(*args, 5, **options),
     "gram": psgrad.gram,
+    "per_sample_jacobians": psgrad.per_sample_jacobians,
+    "ntk": psgrad.ntk,
     "grad_stats": psgrad.grad_stats,
+    "kron_factors": psgrad.kron_factors,
     "factored_grads": psgrad.factored_grads,
 }
 
@@ -93,7 +98,7 @@ def test_a_bar_has_the_name_of_the_call_and_ends_where_it_should(name: str, bars
     found = FUNCTIONS[name](*problem(), chunk_size=3, progress=True)
     bar = only(bars)
     assert (bar.desc, bar.unit) == (f"psgrad.{name}", " samples")
-    if name == "gram":  # each chunk with itself and the chunks before it: 3 + 2 * 3 + 3 * 1
+    if name in ("gram", "ntk"):  # each chunk with itself and the chunks before it: 3 + 2 * 3 + 3 * 1
         assert (bar.total, bar.moves) == (12, [3, 3, 1, 3, 1, 1])
     else:
         assert (bar.total, bar.moves) == (7, [3, 3, 1])
@@ -112,7 +117,7 @@ def test_all_samples_at_once(name: str, bars: list[Recorded]) -> None:
 def test_samples_that_do_not_count_are_not_counted(name: str, bars: list[Recorded]) -> None:
     valid = torch.tensor([True, False, True, True, True, False, True])
     FUNCTIONS[name](*problem(), chunk_size=2, valid=valid, progress=True)
-    assert only(bars).total == (2 + 2 * 2 + 3 * 1 if name == "gram" else 5)
+    assert only(bars).total == (2 + 2 * 2 + 3 * 1 if name in ("gram", "ntk") else 5)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -183,7 +188,7 @@ def test_it_is_closed_on_errors(name: str, error: type[BaseException], bars: lis
 
     def failing(p: Any, x: Tensor) -> Tensor:
         calls.append(1)
-        if len(calls) > 1:
+        if len(calls) > 1 + (name in ("per_sample_jacobians", "ntk")):  # which run the first sample for its shape
             raise error
         return fn(p, x)
 

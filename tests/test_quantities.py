@@ -245,7 +245,22 @@ class Watch(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("quantity", ["norms", "clipped", "weighted", "gram"])
+@pytest.mark.parametrize(
+    "quantity",
+    [
+        "norms",
+        "clipped",
+        "weighted",
+        "gram",
+        "dots",
+        "factored dots",
+        "mapped",
+        "projected",
+        "two-sided",
+        "ntk",
+        "ntk trace",
+    ],
+)
 def test_no_tensor_of_n_times_p(quantity: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither for the tied table nor for the layers that are called twice: N x P of any one parameter."""
     monkeypatch.setattr(_plan, "WORKSPACE", 1 << 12)
@@ -253,11 +268,20 @@ def test_no_tensor_of_n_times_p(quantity: str, monkeypatch: pytest.MonkeyPatch) 
     n, width, vocabulary = 16, 32, 500
     fn, params = psgrad.from_module(TiedGPT(vocabulary, width), tokens_loss)
     batch = torch.randint(vocabulary, (n, 12)), torch.randint(vocabulary, (n, 12))
+    several = lambda p, s: fn(p, s).view(1) ** torch.tensor([1, 2])
+    sides = {name: (torch.ones(len(p)), torch.eye(p[0].numel())) for name, p in params.items() if p.dim() == 2}
     ask = {
         "norms": lambda: psgrad.per_sample_norms(fn, params, batch),
         "clipped": lambda: psgrad.clipped_grad(fn, params, batch, 1.0),
         "weighted": lambda: psgrad.weighted_grad(fn, params, batch, lambda norms: 1 / norms),
         "gram": lambda: psgrad.gram(fn, params, batch),
+        "dots": lambda: psgrad.per_sample_dots(fn, params, batch, params),
+        "factored dots": lambda: psgrad.factored_grads(fn, params, batch).dots(params),
+        "projected": lambda: psgrad.projected_grads(fn, params, batch, 100),
+        "two-sided": lambda: psgrad.projected_grads(fn, params, batch, 100, kind="two_sided"),
+        "ntk": lambda: psgrad.ntk(several, params, batch),
+        "ntk trace": lambda: psgrad.ntk(several, params, batch, outputs="trace"),
+        "mapped": lambda: psgrad.factored_grads(fn, params, batch).precondition(sides).norms(),
     }[quantity]
     with Watch() as watch:
         ask()
@@ -1081,10 +1105,16 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
         psgrad.ArgumentError,
         "other holds the gradients of other parameters\n  give the same params to both.",
     ),
-    "other-type": (
+    "other-shape": (
         lambda w, x: psgrad.factored_grads(linear_loss, w, x).dots(x),
+        psgrad.ArgumentError,
+        "other has shape (5, 4), neither (3, 4) nor (K, 3, 4)\n"
+        "  give one direction, or K of them along a leading axis.",
+    ),
+    "other-type": (
+        lambda w, x: psgrad.factored_grads(linear_loss, w, x).dots("w"),
         psgrad.ArgumentTypeError,
-        "other is a Tensor, not a FactoredGrads\n  give what factored_grads returned.",
+        "other is a str, not a tensor\n  give a tensor of shape (3, 4).",
     ),
     "mask": (
         lambda w, x: psgrad.factored_grads(linear_loss, w, x)[torch.ones(3, dtype=torch.bool)],

@@ -16,6 +16,11 @@ CALLS = {
     "weighted_grad": lambda *a, **k: psgrad.weighted_grad(*a, torch.arange(5.0), **k),
     "weighted_grad by norms": lambda *a, **k: psgrad.weighted_grad(*a, lambda norms: norms + 1, **k),
     "gram": psgrad.gram,
+    "per_sample_jacobians": psgrad.per_sample_jacobians,
+    "ntk": psgrad.ntk,
+    "projected_grads": lambda *a, **k: psgrad.projected_grads(*a, 5, **k),
+    "kron_factors": psgrad.kron_factors,
+    "per_sample_dots": lambda *a, **k: psgrad.per_sample_dots(*a, PARAMS, **k),
     "grad_stats": psgrad.grad_stats,
     "factored_grads": psgrad.factored_grads,
 }

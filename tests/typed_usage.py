@@ -99,6 +99,16 @@ def of_a_tree(flag: bool = False) -> None:
     clipped, _ = psgrad.clipped_grad(loss_and_aux, net, x, 1.0, has_aux=True)
     assert_type(clipped, psgrad.ClippedGrad[Net])
     assert_type(psgrad.gram(loss, net, x), Tensor)
+    assert_type(psgrad.ntk(loss, net, x, outputs="trace"), Tensor)
+    assert_type(psgrad.per_sample_jacobians(loss, net, x), Net)
+    assert_type(psgrad.projected_grads(loss, net, x, 8, kind="two_sided"), Tensor)
+    assert_type(psgrad.projected_grads(loss_and_aux, net, x, 8, has_aux=True), tuple[Tensor, Any])
+    assert_type(psgrad.kron_factors(loss, net, x), dict[str, psgrad.KronFactors])
+    assert_type(psgrad.kron_factors(loss, net, x)[".w"].input, Tensor)
+    assert_type(psgrad.grad_stats(loss, net, x, basis={".w": (None, torch.eye(3))}).variance, Net)
+    assert_type(psgrad.per_sample_dots(loss, net, x, net), Tensor)
+    assert_type(psgrad.per_sample_dots(loss, net, x, net, per_param=True), Net)
+    assert_type(psgrad.per_sample_dots(loss_and_aux, net, x, net, has_aux=True), tuple[Tensor, Any])
     assert_type(psgrad.gram(loss_and_aux, net, x, x[:2], has_aux=True), tuple[Tensor, Any])
     stats = psgrad.grad_stats(loss, net, x)
     assert_type(stats.mean, Net)
@@ -119,6 +129,10 @@ def of_factored_grads(flag: bool = False) -> None:
     assert_type(fg.clipped_grad(torch.tensor(1.0)).norms, Tensor)
     assert_type(fg.clipped_grad({"w": 1.0, "b": 1.0} if flag else Net(net.b[0].abs(), net.b[0].abs())).grad, Net)
     assert_type(fg.dots(), Tensor)
+    assert_type(fg.dots(fg[:2]), Tensor)
+    assert_type(fg.dots(net), Tensor)
+    assert_type(fg.dots(net, per_param=True), Net)
+    assert_type(fg.precondition({".w": (None, torch.eye(3))}), psgrad.FactoredGrads[Net])
     assert_type(fg.values, Tensor)
     assert_type(len(fg), int)
     assert_type(fg[1:], psgrad.FactoredGrads[Net])
@@ -135,4 +149,5 @@ def mistakes() -> None:
     psgrad.per_sample_norms(loss, net, x, randomness="never")  # type: ignore[call-overload]
     psgrad.factored_grads(loss, net, x).clipped_sum(1.0, nonfinite="drop")  # type: ignore[arg-type]
     psgrad.explain(loss, net, x, randomness="never")  # type: ignore[arg-type]
+    psgrad.projected_grads(loss, net, x, 8, kind="dense")  # type: ignore[call-overload]
     print(psgrad.weighted_grad(loss, net, x, torch.ones(5)).missing)  # type: ignore[attr-defined]

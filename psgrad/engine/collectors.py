@@ -99,7 +99,7 @@ class DenseCollector(Collector):
         source = param.source
         index, dtype = source.index, source.value.dtype
         if source.uses > 1 and factor.sums_positions and not costs.keeps_dense(*factor.bytes()):
-            self.later.setdefault(index, []).append(_placement(param, factor))
+            self.later.setdefault(index, []).append(placement(param, factor))
             return
         written, buffer = self.grads.get(index), None if self.buffers is None else self._buffer(index)
         if written is None and (param.value is source.value or param.whole):
@@ -152,7 +152,7 @@ class DenseCollector(Collector):
         return [self.grads[i] for i in range(len(self.params))]
 
 
-def _placement(param: Param, factor: Factor) -> Placement:
+def placement(param: Param, factor: Factor) -> Placement:
     """A factor at its place; gradients of an expanded view are written out, and summed."""
     if param.whole:
         return Placement(None, factor)
@@ -183,7 +183,7 @@ class FactorCollector(Collector):
 
     def add(self, param: Param, factor: Factor, use: object = None) -> None:
         """Keep a factor in the form that takes less memory."""
-        term = _placement(param, factor)
+        term = placement(param, factor)
         region, factor = term
         held, dense = factor.bytes()
         if not factor.is_written and costs.keeps_dense(held, dense):
@@ -315,7 +315,7 @@ class SumCollector(Collector):
         target.add_(found.reshape(target.shape))
 
     def add(self, param: Param, factor: Factor, use: object = None) -> None:
-        source, (region, factor) = param.source, as_stored(_placement(param, factor))
+        source, (region, factor) = param.source, as_stored(placement(param, factor))
         found = self._sum(factor)
         self._add(source.index, region, found, source.value.shape)
 

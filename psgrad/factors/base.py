@@ -8,16 +8,18 @@ samples at a time, so that a new type has every quantity from the start and over
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import fields
 from math import inf, prod
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..torch_ import tracing
 from . import assumptions, costs
+from .maps import Side, mapped_matrices
 from .numerics import (
     SMALL_NORMS,
     cast,
+    flat,
     norms_of,
     suspects,
     weighted_sum_of,
@@ -49,6 +51,13 @@ class NormMemo:
             self.last = grads if grads.numel() <= SMALL_NORMS else None
         self.kept = self.kept or to_keep
         return self.found
+
+
+class Kron(NamedTuple):
+    """Sums over samples and positions of what outer products are made of."""
+
+    output: Tensor  # (O, O) of g g^T; (O,) where it is a diagonal
+    input: Tensor  # (I, I) of x x^T
 
 
 class Factor:
@@ -182,6 +191,23 @@ class Factor:
         for _, part in self.tiles():
             total += (widened(part.dense()) - mean).square_().sum(0)
         return total
+
+    def along(self, directions: Tensor) -> Tensor:
+        """Inner products (N, K) with K directions (K, *shape), contiguous and in the dtype for sums."""
+        columns = flat(directions).mT
+        found = [torch.mm(cast(flat(part.dense()), columns.dtype), columns) for _, part in self.tiles()]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def mapped(self, left: Side, right: Side, dtype: torch.dtype) -> "Factor":
+        """The gradients L g R^T, in `dtype`; the default writes them out, a few samples at a time on the way."""
+        from .dense import Dense  # which is a factor itself
+
+        parts = [mapped_matrices(part.dense(), left, right, dtype) for _, part in self.tiles()]
+        return Dense(parts[0] if len(parts) == 1 else torch.cat(parts))
+
+    def kron(self, dtype: torch.dtype) -> "Kron | None":
+        """Where gradients are sums of outer products g x^T: the sums of g g^T and of x x^T. None: they are not."""
+        return None
 
     # ---- as a term of a sum ----------------------------------------------------------------------------------
 

@@ -67,6 +67,15 @@ def outer_norms(n: int, t: int, i: int, o: int, itemsize: int) -> Plan:
     return Plan("tiles", n * tiles, min(n, tile(i * o * itemsize)) * i * o * itemsize)
 
 
+def along(k: int, t: int) -> Plan:
+    """How to get inner products of sums of T outer products with K directions; costs for one number of a direction.
+
+    products  each position with each direction: K T multiply-adds.
+    tiles     the gradients written out, a few samples at a time, then with all directions: T + K.
+    """
+    return Plan("products", k * t, 0) if k * t <= t + k else Plan("tiles", t + k, TILE)
+
+
 def outer_dots(n: int, t: int, m: int, s: int, o: int, i: int) -> Plan:
     """How to get N x M inner products of sums of T and of S outer products.
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import costs
 from .base import Factor, NormMemo
-from .numerics import norms_of, weighted_sum_of
+from .numerics import cast, flat, norms_of, weighted_sum_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +44,13 @@ class Dense(Factor):
 
     def weighted_sum(self, w: Tensor | None = None) -> Tensor:
         return weighted_sum_of(self.grads, w)
+
+    def along(self, directions: Tensor) -> Tensor:
+        columns = flat(directions).mT
+        if self.grads.is_contiguous() and self.grads.dtype is columns.dtype:
+            return torch.mm(flat(self.grads), columns)
+        found = [torch.mm(cast(flat(part.grads), columns.dtype), columns) for _, part in self.tiles()]
+        return torch.cat(found)
 
     def merge_key(self) -> Hashable:
         return type(self), self.shape, self.dtype

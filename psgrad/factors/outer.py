@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ..torch_ import tracing
 from . import assumptions, costs, huge_pages
-from .base import Factor, NormMemo
+from .base import Factor, Kron, NormMemo
+from .maps import Side, applied, gram_of
 from .numerics import cast, lost_below, norms_of, scaled, vanishing, wide_norms, widened, widest
 
 
@@ -133,6 +134,38 @@ class Outer(Factor):
             return g.t() if w is None else g.t() * cast(w, g.dtype), x
         x, g = (scaled(x, w), g) if x.numel() < g.numel() else (x, scaled(g, w))  # the smaller of the two
         return g.flatten(0, 1).mT, x.flatten(0, 1)
+
+    def along(self, directions: Tensor) -> Tensor:
+        """For a direction V the sum over t of g[t] . (V x[t]); where there are many, the gradients are written out."""
+        own = self._plain
+        if own.x.dim() == 4 or costs.along(len(directions), own._positions).strategy == "tiles":
+            parts = [self] if self.dtype is directions.dtype else [part for _, part in self.tiles()]
+            return torch.cat([Factor.along(p.each(lambda t: cast(t, directions.dtype)), directions) for p in parts])
+        dtype, (o, i) = directions.dtype, own.shape
+        narrow = own.x if i < o else own.g
+        columns = []
+        for v in directions:
+            rows = []
+            for _, part in own.tiles(narrow[0].numel() * dtype.itemsize if len(narrow) else None):
+                x, g = cast(part.x, dtype), cast(part.g, dtype)
+                products = (g @ v).mul_(x) if i < o else (x @ v.mT).mul_(g)
+                rows.append(products.flatten(1).sum(1))
+            columns.append(rows[0] if len(rows) == 1 else torch.cat(rows))
+        return torch.stack(columns, 1)
+
+    def mapped(self, left: Side, right: Side, dtype: torch.dtype) -> Factor:
+        if self.x.dim() == 4:
+            return super().mapped(left, right, dtype)
+        return Outer(applied(self.x, right, dtype), applied(self.g, left, dtype))
+
+    def kron(self, dtype: torch.dtype) -> Kron | None:
+        if self.x.dim() == 4:
+            return None
+        return Kron(*(gram_of(cast(t.flatten(0, -2), dtype)) for t in (self.g, self.x)))
+
+    @property
+    def _positions(self) -> int:
+        return self.x.shape[1] if self.x.dim() > 2 else 1
 
     def squared_deviations(self, mean: Tensor) -> Tensor:
         own = self._plain

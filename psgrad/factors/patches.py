@@ -1,6 +1,6 @@
 """The factor of a convolution's weight."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from . import conv_costs, costs, huge_pages
-from .base import Factor
-from .numerics import scaled, vanishing, widened
+from .base import Factor, Kron
+from .maps import Side, applied, gram_of
+from .numerics import cast, scaled, vanishing, widened
 from .outer import Outer
 from .windows import Columns
 
@@ -145,6 +146,56 @@ class Patches(Factor):
         x, g = widened(self.x).flatten(0, 1), scaled(self.g, w).flatten(0, 1)
         return weight_gradient(x, g, self.geometry, self.shape)
 
+    def along(self, directions: Tensor) -> Tensor:
+        """For a direction V the convolution with V as the weight, times the cotangent."""
+        dtype, n = directions.dtype, len(self.x)
+        if self.x.numel() == 0 or self.g.numel() == 0:
+            return directions.new_zeros(n, len(directions))
+        if costs.along(len(directions), size_of(self.g)).strategy == "tiles":
+            parts = [self] if self.dtype is directions.dtype else [part for _, part in self.tiles()]
+            return torch.cat([Factor.along(p.each(lambda t: cast(t, directions.dtype)), directions) for p in parts])
+        columns = []
+        for v in directions:
+            rows = []
+            for _, part in self.tiles((self.x[0].numel() + self.g[0].numel()) * dtype.itemsize):
+                x, g = cast(part.x, dtype).flatten(0, 1), part.g.flatten(0, 1)
+                y = convolution(x, v, self.geometry)
+                for axis, size in enumerate(g.shape[2:], start=2):  # a transposed one may have left positions out
+                    y = y.narrow(axis, 0, size)
+                rows.append((y * g).view(len(part.x), -1).sum(1))
+            columns.append(rows[0] if len(rows) == 1 else torch.cat(rows))
+        return torch.stack(columns, 1)
+
+    def mapped(self, left: Side, right: Side, dtype: torch.dtype) -> Factor:
+        groups = self.geometry.groups
+        if right is None and (groups == 1 or left is None or left.dim() == 1):
+            g = applied(self.g.movedim(2, -1), left, dtype).movedim(-1, 2)
+            return replace(self, x=cast(self.x, dtype), g=g)
+        if groups > 1 or self.x.numel() == 0 or self.g.numel() == 0:
+            return super().mapped(left, right, dtype)
+        g = applied(self.g.movedim(2, -1).flatten(1, -2), left, dtype)  # (N, T, O)
+        inputs = prod(self.shape[1:]) if right is None else len(right)
+        if costs.keeps_dense(size_of(self.g) * (inputs + g.shape[-1]), inputs * g.shape[-1]):
+            return super().mapped(left, right, dtype)
+        return Outer(torch.cat([applied(x, right, dtype) for x in self._columns()]), g)
+
+    def kron(self, dtype: torch.dtype) -> Kron | None:
+        if self.geometry.groups > 1:
+            return None  # each group has inputs of its own
+        taps = prod(self.shape[1:])
+        inputs = self.g.new_zeros(taps, taps, dtype=dtype)
+        if self.x.numel() and self.g.numel():
+            for x in self._columns():
+                inputs += gram_of(cast(x.flatten(0, 1), dtype))
+        return Kron(gram_of(cast(self.g.movedim(2, -1).flatten(0, -2), dtype)), inputs)
+
+    def _columns(self) -> Iterator[Tensor]:
+        """The patches (n, T, C K) that meet each position of the output, a few samples at a time; of one group."""
+        taps, positions, size = prod(self.shape[1:]), size_of(self.g), self.g.shape[3:]
+        for _, part in self.tiles(taps * positions * self.x.element_size()):
+            columns = Columns(part.x, self.geometry, self.kernel, size, conv_costs.Tiles(len(part.x), size[0]))
+            yield columns.copied(columns.of(part.x)).view(-1, taps, positions).mT
+
     def merge_key(self) -> Hashable:
         return type(self), self.shape, self.dtype, self.geometry, self.x.shape[2:], self.g.shape[2:]
 
@@ -164,6 +215,13 @@ class Patches(Factor):
         first = rows.start // self.cut_grain() * width
         x = self.x[:, :, first : first + some * width]
         return replace(self, x=x, g=g, geometry=self.geometry._replace(groups=some))
+
+
+def convolution(x: Tensor, weight: Tensor, geometry: costs.ConvGeometry) -> Tensor:
+    """x (B, C, *S) with a weight (O, C/G, *K)."""
+    stride, padding, dilation, groups = geometry
+    y: Tensor = torch.ops.aten.convolution(x, weight, None, stride, padding, dilation, False, [0] * len(stride), groups)
+    return y
 
 
 def weight_gradient(

@@ -68,6 +68,56 @@ class Pullback(Factor):
         sums = [own.weighted_sum(w) for own in self.sums]
         return self._pull(pull_sums, sums).to(wide(self.root.dtype))
 
+    def along(self, directions: Tensor) -> Tensor:
+        """<J^T s, v> = <s, J v>: the directions go through the functions' derivative, and meet the factors there."""
+        with torch.inference_mode(False):
+            pushed = push(self.values, self.root, directions)
+        if pushed is None:
+            return super().along(directions)
+        total: Tensor | None = None
+        for own, v in zip(self.sums, pushed, strict=True):
+            found = own.along(v)
+            total = found if total is None else total.add_(found)
+        assert total is not None
+        return total
+
+
+def push(values: Sequence[Tensor], root: Tensor, directions: Tensor) -> list[Tensor] | None:
+    """For K directions (K, *shape) of a parameter those of the values, by the transpose of the backward.
+
+    None where the backward cannot be transposed, or not exactly: torch cannot differentiate it; it is somebody's
+    Python, which may not be linear; it runs in half precision, which would round the directions.
+    """
+    if any(wide(t.dtype) is not t.dtype for t in (root, *values)) or _runs_python(values):
+        return None
+    pushed: list[list[Tensor]] = [[] for _ in values]
+    try:
+        with torch.enable_grad():
+            seeds = [torch.zeros_like(v, requires_grad=True) for v in values]
+            (back,) = torch.autograd.grad(values, [root], seeds, create_graph=True)
+            for v in directions.clone() if directions.is_inference() else directions:
+                found = torch.autograd.grad(back, seeds, cast(v, root.dtype), allow_unused=True, retain_graph=True)
+                for own, t, value in zip(pushed, found, values, strict=True):
+                    own.append(torch.zeros_like(value) if t is None else t.detach())
+    except RuntimeError:
+        return None
+    return [torch.stack(own) for own in pushed]
+
+
+def _runs_python(values: Sequence[Tensor]) -> bool:
+    """Whether an autograd Function is among what the values were computed by."""
+    seen: set[Any] = set()
+    todo: list[Any] = [value.grad_fn for value in values]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            return True
+        seen.add(node)
+        todo += [below for below, _ in node.next_functions]
+    return False
+
 
 def pull_rows(values: Sequence[Tensor], roots: Sequence[Tensor], rows: Sequence[Tensor]) -> Gradients:
     """For gradients (N, *shape) of the values, those of the parameters."""

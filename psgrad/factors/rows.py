@@ -8,8 +8,10 @@ from torch import Tensor
 
 from ..torch_ import tracing
 from . import costs, huge_pages
-from .base import Factor
-from .numerics import norms_of, scaled, widened
+from .base import Factor, Kron
+from .maps import Side, applied, gram_of
+from .numerics import cast, norms_of, scaled, widened
+from .outer import Outer
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +63,28 @@ class Rows(Factor):
 
     def add_weighted(self, total: Tensor, w: Tensor | None = None) -> None:
         total.index_add_(0, self.index.flatten(), scaled(self.g, w).flatten(0, 1).to(total.dtype))
+
+    def along(self, directions: Tensor) -> Tensor:
+        """The directions' rows at the index, times g."""
+        dtype, (_, t, d) = directions.dtype, self.g.shape
+        columns = []
+        for v in directions:
+            parts = [p for _, p in self.tiles(t * d * dtype.itemsize)]
+            rows = [v[part.index].mul_(part.g).flatten(1).sum(1) for part in parts]
+            columns.append(rows[0] if len(rows) == 1 else torch.cat(rows))
+        return torch.stack(columns, 1)
+
+    def mapped(self, left: Side, right: Side, dtype: torch.dtype) -> Factor:
+        g = applied(self.g, right, dtype)
+        if left is not None and left.dim() == 2:  # the table's rows are mixed: no longer few of them
+            return Outer(g, left.mT[self.index])
+        return Rows(self.index, g if left is None else g * left[self.index][..., None], self.rows)
+
+    def kron(self, dtype: torch.dtype) -> Kron:
+        """A row that is read is an outer product of the row's unit vector."""
+        index = self.index.flatten()
+        ones = torch.ones(len(index), dtype=dtype, device=index.device)
+        return Kron(ones.new_zeros(self.rows).index_add_(0, index, ones), gram_of(cast(self.g.flatten(0, 1), dtype)))
 
     def squared_deviations(self, mean: Tensor) -> Tensor:
         """Rows that a sample does not touch differ from the mean by the mean."""

@@ -18,6 +18,7 @@ from ..torch_ import tracing
 from . import costs, huge_pages, inner
 from .base import Factor, NormMemo
 from .dense import Dense
+from .maps import Side, columns_of, mapped_shape
 from .numerics import cast, in_float64, lost_below, norm_of_norms, wide
 from .outer import Outer
 from .region import Region, whole_region
@@ -37,6 +38,15 @@ class Placement(NamedTuple):
     def rows(self, grads: Tensor) -> Tensor:
         """The part of contiguous gradients (N, *shape) of the parameter."""
         return grads if self.region is None else self.region.rows(grads)
+
+
+class MatrixBlock(NamedTuple):
+    """Some rows and columns of a parameter as a matrix."""
+
+    row: int
+    rows: int
+    column: int
+    columns: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,6 +174,58 @@ class Sum(Factor):
             else:
                 target.add_(term.factor.weighted_sum(w).reshape(target.shape))
         return total
+
+    def along(self, directions: Tensor) -> Tensor:
+        total: Tensor | None = None
+        for term in self.terms:
+            own = term.rows(directions).reshape(len(directions), *term.factor.shape).contiguous()
+            found = term.factor.along(own)
+            total = found if total is None else total.add_(found)
+        assert total is not None
+        return total
+
+    def mapped(self, left: Side, right: Side, dtype: torch.dtype) -> "Sum":
+        shape = torch.Size(mapped_shape(self.shape, left, right))
+        blocks = [self.block(term) for term in self.terms]
+        terms = []
+        for term, block in zip(self.terms, blocks, strict=True):
+            if block is None:  # neither the matrix nor a block of it, by what is known
+                return Sum((Placement(None, Dense(super().mapped(left, right, dtype).dense())),), shape)
+            terms.append(self._mapped_term(term, block, left, right, dtype, shape))
+        found = sum_of(terms, shape)
+        assert found is not None
+        return found
+
+    def block(self, term: Placement) -> "MatrixBlock | None":
+        """Which rows and columns of the parameter, as a matrix, a term is; None: it is no such block."""
+        shape, own = self.shape, term.factor.shape
+        if not shape or not own:
+            return None
+        width, (rows, columns) = prod(shape[1:]), (own[0], prod(own[1:]))
+        if term.region is None:
+            return MatrixBlock(0, rows, 0, columns) if rows == shape[0] else None
+        offset = term.region.offset
+        block = Region((rows, columns), (width, 1), offset)
+        if block.coalesced() != term.region.coalesced() or not width or offset % width + columns > width:
+            return None
+        return MatrixBlock(offset // width, rows, offset % width, columns)
+
+    def _mapped_term(
+        self, term: Placement, block: "MatrixBlock", left: Side, right: Side, dtype: torch.dtype, shape: torch.Size
+    ) -> Placement:
+        """A block of the matrix mapped: all of it, or where rows stay as they are some rows."""
+        width, like = prod(self.shape[1:]), term.factor.tensors()[-1]
+        like = like.new_empty(0, dtype=dtype)
+        right = columns_of(right, block.column, block.columns, width, like)
+        if left is None or left.dim() == 1:
+            some = left if left is None else left[block.row : block.row + block.rows]
+            mapped = term.factor.mapped(some, right, dtype)
+            if block.rows == self.shape[0]:
+                return Placement(None, mapped)
+            wide = prod(shape[1:])
+            return Placement(Region((block.rows, wide), (wide, 1), block.row * wide), mapped)
+        left = columns_of(left, block.row, block.rows, self.shape[0], like)
+        return Placement(None, term.factor.mapped(left, right, dtype))
 
     def squared_deviations(self, mean: Tensor) -> Tensor:
         if (single := self.single) is not None:

@@ -1,6 +1,6 @@
 """FactoredGrads: per-sample gradients that are not written out, and what can be asked of them."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -17,7 +17,8 @@ from ..engine.problem import Problem, paths
 from ..engine.validate import validated
 from ..errors import ArgumentError, ArgumentTypeError
 from ..factors import plain_data, warm_memory
-from ..factors.numerics import cast, widest
+from ..factors.maps import mapped_shape
+from ..factors.numerics import cast, wide, widest
 from ..streaming.blocks import Block, Meta, add_sums, blocks_joined, gathered, norms_of_block, norms_of_param
 from ..streaming.stream import Quantity, Run, blocks_of, metas, refuse_inside_transforms, stream
 from ..torch_ import levels
@@ -25,6 +26,8 @@ from ..torch_.autograd import in_full_precision
 from ..torch_.compiler import uncompiled
 from ..torch_.storage import identity_of, storage_of
 from .clipping import ClippedGrad, bounds_of, check_nonfinite, clip_weights, finite_of, norms_under, refuse_nonfinite
+from .directions import directions_of
+from .named import Maps, maps_of
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -240,25 +243,114 @@ class FactoredGrads(Generic[P]):
 
     # ---- more than that -----------------------------------------------------------------------------------
 
-    def dots(self, other: "FactoredGrads | None" = None) -> Tensor:
-        """Inner products (N, M) of the gradients with those of `other`, or (N, N) with each other."""
+    @overload
+    def dots(self, other: Any = None, *, per_param: Literal[False] = False) -> Tensor: ...
+    @overload
+    def dots(self, other: Any = None, *, per_param: Literal[True]) -> P: ...
+    @overload
+    def dots(self, other: Any = None, *, per_param: bool = False) -> Any: ...
+
+    def dots(self, other: Any = None, *, per_param: bool = False) -> Any:
+        """Inner products of the gradients: with each other, with those of other samples, or with a direction.
+
+        >>> x = torch.tensor([[3.0, 4.0], [0.0, 2.0]])
+        >>> fg = psgrad.factored_grads(lambda w, x: (w * x).sum(), torch.zeros(2), x)
+        >>> fg.dots()
+        tensor([[25.,  8.],
+                [ 8.,  4.]])
+        >>> fg.dots(torch.tensor([1.0, 10.0]))
+        tensor([43., 20.])
+        >>> fg[:1].dots(fg[1:].mean())  # how a step down the gradient of some would change the loss of others
+        tensor([8.])
+
+        Args:
+            other: None: (N, N) with each other. A `FactoredGrads` of M samples: (N, M). A pytree like params: (N,), or
+                (N, K) where all its leaves have a leading axis of K directions; no gradient is written out for it.
+            per_param: the products of each parameter's gradients, a pytree like params; they add up to the others.
+        """
         if other is None:
             other = self
-        if not isinstance(other, FactoredGrads):
-            raise ArgumentTypeError(
-                f"other is a {type(other).__name__}, not a FactoredGrads\n  give what factored_grads returned."
-            )
+        if isinstance(other, FactoredGrads):
+            return self._dots_with(other, per_param)
+        given = directions_of(other, self._spec, self._metas, "other")
+        lead, count = (self._n, given.width), range(len(self._metas))
+
+        def along(i: int, block: Block) -> Tensor | None:
+            own = block.sums[i]
+            return None if own is None else given.along(i, own)
+
+        if per_param:
+            return self._tree([given.squeezed(self._gathered(lead, partial(along, i))) for i in count])
+        every = lambda block: added([along(i, block) for i in count])
+        return given.squeezed(self._gathered(lead, every))
+
+    def _dots_with(self, other: "FactoredGrads", per_param: bool) -> Any:
         other._check_like(self._spec, self._metas)
 
-        def against(block: Block) -> Tensor:
+        def against(some: slice, block: Block) -> Tensor:
             return other._gathered(
                 (other._n, self._n if block.places is None else len(block.places)),
                 lambda b: added(
-                    [x.dots(y) for x, y in zip(b.sums, block.sums, strict=True) if x is not None and y is not None]
+                    [
+                        x.dots(y)
+                        for x, y in zip(b.sums[some], block.sums[some], strict=True)
+                        if x is not None and y is not None
+                    ]
                 ),
             ).mT
 
-        return self._gathered((self._n, other._n), against)
+        lead = (self._n, other._n)
+        if per_param:
+            count = range(len(self._metas))
+            return self._tree([self._gathered(lead, partial(against, slice(i, i + 1))) for i in count])
+        return self._gathered(lead, partial(against, slice(None)))
+
+    def precondition(self, maps: Mapping[str, Any]) -> "FactoredGrads[P]":
+        """The gradients with some parameters' mapped, L g R^T: a preconditioner or a basis of Kronecker form.
+
+        >>> fn = lambda p, x: torch.tanh(p["w"] @ x).sum() + p["b"].sum()
+        >>> params, x = {"w": torch.ones(2, 3), "b": torch.ones(2)}, torch.randn(5, 3)
+        >>> fg = psgrad.factored_grads(fn, params, x)
+        >>> left, right = torch.randn(2, 2), torch.randn(3, 3)
+        >>> mapped = fg.precondition({"w": (left, right)})
+        >>> torch.allclose(mapped.dense()["w"], left @ fg.dense()["w"] @ right.mT, atol=1e-6)
+        True
+        >>> small = fg.precondition({"w": (None, torch.randn(1, 3))})  # other sizes: a projection
+        >>> small.dots().shape, small.sum()["w"].shape
+        (torch.Size([5, 5]), torch.Size([2, 1]))
+
+        The factors are mapped, and no gradient of a linear layer or an embedding is written out. Gradients that have no
+        such factors are: those that a parameter has through vmap or a function of parameters, those of convolutions in
+        groups.
+
+        Args:
+            maps: for the parameters that are to change a pair (L, R), by name: the key in a flat dict of params, such
+                as "0.weight", or the path as errors write it, such as "params['a'][0]". Each is a matrix (any, O) or
+                (any, I), a vector for a diagonal matrix, or None for the identity. A parameter with more than two axes,
+                as of a convolution, counts as the matrix of its first axis and all others; a vector as one column.
+
+        Returns:
+            A `FactoredGrads`, whose `values` and `aux` are the same. A parameter that gets another number of rows or
+            columns has shape (rows, columns) in the answers.
+
+        Raises:
+            ArgumentError: no parameter has that name; a matrix does not fit.
+        """
+        return self._mapped(maps_of(maps, self._spec, self._metas, "maps"))
+
+    @in_full_precision
+    def _mapped(self, maps: Maps) -> "FactoredGrads[P]":
+        metas = list(self._metas)
+        for i, sides in maps.items():
+            metas[i] = metas[i]._replace(shape=torch.Size(mapped_shape(tuple(metas[i].shape), *sides)))
+        blocks = []
+        for block in self._blocks:
+            sums = list(block.sums)
+            for i, sides in maps.items():
+                own = sums[i]
+                sums[i] = None if own is None else own.mapped(*sides, wide(metas[i].dtype))
+            blocks.append(Block(block.places, tuple(sums), block.small))
+        return FactoredGrads(tuple(blocks), tuple(metas), self._spec, self._n, self.values, self.aux)
 
     def _check_like(self, spec: optree.PyTreeSpec, params: Sequence[Meta]) -> None:
         """Raise where these are gradients of other parameters."""
@@ -460,6 +552,7 @@ for _method in (
     "clipped_grad",
     "variance",
     "dots",
+    "precondition",
     "dense",
     "to",
     "__getitem__",

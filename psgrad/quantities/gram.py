@@ -93,6 +93,26 @@ def gram(
 
     Inside a torch.func transform it is a differentiable function of params and batches; N x P numbers are held there.
 
+    A natural step needs no matrix of P x P: with the gradients J of N residuals r as rows, the damped Gauss-Newton step
+    is (J^T J + d)^-1 J^T r = J^T (J J^T + d)^-1 r, a solve with N x N numbers and one weighted sum.
+
+    >>> def residual(p, sample):  # of one sample; the loss is the sum of their squares, halved
+    ...     x, y = sample
+    ...     return p["v"] @ torch.tanh(p["w"] @ x) - y
+    >>> params = {"w": torch.randn(30, 2), "v": torch.randn(30) / 30}
+    >>> x = torch.randn(20, 2)
+    >>> batch = x, x[:, 0].sin()
+    >>> kernel = psgrad.gram(residual, params, batch)
+    >>> r = torch.vmap(residual, in_dims=(None, 0))(params, batch)
+    >>> weights = torch.linalg.solve(kernel + torch.eye(20), r)
+    >>> step = psgrad.weighted_grad(residual, params, batch, weights)
+    >>> params = {name: p - step[name] for name, p in params.items()}
+    >>> after = torch.vmap(residual, in_dims=(None, 0))(params, batch)
+    >>> bool(after.square().sum() < 0.1 * r.square().sum())
+    True
+
+    With momentum: see `weighted_grad`.
+
     Args:
         fn, params, batch, in_dims, randomness, chunk_size, max_bytes, progress: as for `per_sample_grads`.
         other: another batch for the same `fn` and `in_dims`, or a `FactoredGrads`; None: the batch itself.

@@ -1,6 +1,6 @@
 """grad_stats: mean and variance of the per-sample gradients, and the gradient noise scale."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, NamedTuple, overload
 
@@ -13,6 +13,8 @@ from ..composable import composed
 from ..engine.batched import Outcome
 from ..engine.problem import Problem
 from ..engine.validate import is_nested, validated
+from ..errors import ArgumentError
+from ..factors.maps import mapped_shape
 from ..streaming.stream import (
     Counted,
     Quantity,
@@ -27,6 +29,7 @@ from ..streaming.stream import (
 from ..torch_.compiler import uncompiled
 from . import nested
 from .factored import factored_chunk
+from .named import Maps, empty_maps, maps_of
 
 
 class GradStats(NamedTuple, Generic[P]):
@@ -95,6 +98,7 @@ def grad_stats(
     params: P,
     batch: Any,
     *,
+    basis: Mapping[str, Any] | None = None,
     valid: Tensor | None = None,
     in_dims: Any = 0,
     has_aux: Literal[False] = False,
@@ -109,6 +113,7 @@ def grad_stats(
     params: P,
     batch: Any,
     *,
+    basis: Mapping[str, Any] | None = None,
     valid: Tensor | None = None,
     in_dims: Any = 0,
     has_aux: Literal[True],
@@ -125,6 +130,7 @@ def grad_stats(
     params: Any,
     batch: Any,
     *,
+    basis: Mapping[str, Any] | None = None,
     valid: Tensor | None = None,
     in_dims: Any = 0,
     has_aux: bool = False,
@@ -158,8 +164,22 @@ def grad_stats(
 
     Inside a torch.func transform it is a differentiable function of params and batch; N x P numbers are held there.
 
+    In another basis, such as the eigenvectors of `kron_factors`, the second moments of EK-FAC:
+
+    >>> fn, params = psgrad.from_module(torch.nn.Linear(3, 2), torch.nn.functional.cross_entropy)
+    >>> batch = torch.randn(50, 3), torch.randint(2, (50,))
+    >>> found = psgrad.kron_factors(fn, params, batch)["weight"]
+    >>> vectors = torch.linalg.eigh(found.output)[1], torch.linalg.eigh(found.input)[1]
+    >>> stats = psgrad.grad_stats(fn, params, batch, basis={"weight": vectors})
+    >>> moments = stats.variance["weight"] * 49 / 50 + stats.mean["weight"] ** 2
+    >>> moments.shape
+    torch.Size([2, 3])
+
     Args:
         fn, params, batch, in_dims, randomness, chunk_size, max_bytes, progress: as for `per_sample_grads`.
+        basis: for some matrices, by name, a pair (QO, QI) whose columns are basis vectors on the side of the output and
+            on that of the input, as `torch.linalg.eigh` gives them; None for a side that stays. Means, variances and
+            norms are then those of QO^T g QI. Names as for `FactoredGrads.precondition`, which takes the transposes.
         valid: (N,) booleans; the other samples do not run and do not count, their entries are 0.
         has_aux: `fn` returns `(loss, aux)`; aux comes back with a leading sample axis, zeros where not `valid`.
 
@@ -173,11 +193,16 @@ def grad_stats(
     there = counted(problem, valid)
     problem = there.problem
     if is_nested():
+        if basis is not None:
+            raise ArgumentError(
+                "basis= is given inside a torch.func transform\n  rotate per_sample_grads there instead."
+            )
         return _nested_stats(there, nested.step_of(problem, chunk_size, max_bytes))
     if there.mask is not None:
         refuse_recording("grad_stats of the samples that are valid")
     shown = "grad_stats" if progress else None
-    found, outcome = stream(Moments(), problem, chunk_size=chunk_size, max_bytes=max_bytes, progress=shown)
+    maps = {} if basis is None else maps_of(basis, problem.params_spec, problem.params, "basis", True)
+    found, outcome = stream(Moments(maps), problem, chunk_size=chunk_size, max_bytes=max_bytes, progress=shown)
     below = found.seen - 1 if found.seen > 1 else torch.nan
     variance = [t.div_(below) for t in found.deviations]
     mean = found.mean if found.seen else [m * torch.nan for m in found.mean]
@@ -215,6 +240,8 @@ def _nested_stats(there: Counted, step: int) -> Any:
 class _Moments:
     """Of the samples seen so far."""
 
+    maps: Maps
+
     mean: list[Tensor]
     deviations: list[Tensor]  # sums of squared differences from the mean
     sq_norms: list[Tensor]
@@ -224,14 +251,25 @@ class _Moments:
 class Moments(Quantity[_Moments, _Moments]):
     """Means and squared deviations, chunk by chunk as in Chan et al. (1983)."""
 
-    name = "stats"
+    def __init__(self, maps: Maps | None = None, rehearsed: bool = False) -> None:
+        self.maps, self.rehearsed = maps or {}, rehearsed
+        shapes = [(i, *(None if t is None else t.shape for t in pair)) for i, pair in self.maps.items()]
+        self.name = f"stats {shapes}" if shapes else "stats"
 
     def start(self, whole: Problem, step: int) -> _Moments:
-        zeros = metas(whole)
-        return _Moments([meta.new() for meta in zeros], [meta.new() for meta in zeros], [])
+        zeros = list(metas(whole))
+        for i, sides in self.maps.items():
+            zeros[i] = zeros[i]._replace(shape=torch.Size(mapped_shape(tuple(zeros[i].shape), *sides)))
+        maps = empty_maps(self.maps) if self.rehearsed else self.maps
+        return _Moments(maps, [meta.new() for meta in zeros], [meta.new() for meta in zeros], [])
+
+    def rehearsal(self) -> "Moments":
+        return Moments(self.maps, rehearsed=True)
 
     def add(self, state: _Moments, rows: slice, chunk: Problem, run: Run) -> Outcome:
         fg, outcome = factored_chunk(chunk, run)
+        if state.maps:
+            fg = fg._mapped(state.maps)
         own = [t.div_(len(fg)) for t in fg._sums(None)]
         share = len(fg) / (state.seen + len(fg))
         for m, total, t, part in zip(state.mean, state.deviations, own, fg._squared_deviations(own), strict=True):

@@ -1,0 +1,61 @@
+"""Linear maps of matrices, L g R^T: as they act on the two sides of a factor.
+
+A side is a matrix, a vector that stands for a diagonal matrix, or None for the identity. A parameter with more axes
+counts as a matrix of its first axis and all others, a vector as a matrix of one column.
+"""
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+from .numerics import cast
+
+Side = Tensor | None
+
+
+def applied(t: Tensor, side: Side, dtype: torch.dtype) -> Tensor:
+    """A side on the last axis of `t`."""
+    t = cast(t, dtype)
+    if side is None:
+        return t
+    return t * side if side.dim() == 1 else t @ side.mT
+
+
+def mapped_matrices(grads: Tensor, left: Side, right: Side, dtype: torch.dtype) -> Tensor:
+    """L g R^T of gradients (N, *shape) that are written out, as (N, O, I)."""
+    rows = applied(grads.reshape(*grads.shape[:2], prod(grads.shape[2:])), right, dtype)
+    if left is None:
+        return rows
+    return rows * left[:, None] if left.dim() == 1 else left @ rows
+
+
+def mapped_shape(shape: tuple[int, ...], left: Side, right: Side) -> tuple[int, ...]:
+    """The shape of a parameter after both; axes beyond the first stay apart where their number stays the same."""
+    rows = shape[0] if left is None or left.dim() == 1 else len(left)
+    if right is None or len(right) == prod(shape[1:]):
+        return rows, *shape[1:]
+    return rows, len(right)
+
+
+def columns_of(side: Side, start: int, size: int, whole: int, like: Tensor) -> Side:
+    """The side for a part of the parameter that begins at `start`: its columns there."""
+    if start == 0 and size == whole:
+        return side
+    if side is None:
+        side = torch.ones(whole, dtype=like.dtype, device=like.device)
+    return (torch.diag(side) if side.dim() == 1 else side)[:, start : start + size]
+
+
+def gram_of(t: Tensor) -> Tensor:
+    """t^T t of (M, D), each pair of columns once: 9/16 of the products in eight strips."""
+    d = t.shape[1]
+    strip = max(64, -(-d // 8))
+    if d <= 2 * strip:
+        return t.mT @ t
+    out = t.new_empty(d, d)
+    for start in range(0, d, strip):
+        end = min(start + strip, d)
+        torch.mm(t[:, start:end].mT, t[:, :end], out=out[start:end, :end])
+        out[:start, start:end] = out[start:end, :start].mT
+    return out

@@ -1,0 +1,192 @@
+"""kron_factors: the two factors of Kronecker-factored curvature, for every matrix."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+from ..annotations import Randomness
+from ..engine.batched import Outcome
+from ..engine.kron_collector import KronCollector, added
+from ..engine.ladder import join
+from ..engine.problem import Problem
+from ..engine.validate import validated
+from ..errors import ArgumentError
+from ..factors.base import Kron
+from ..factors.numerics import wide
+from ..streaming.stream import Quantity, Run, counted, refuse_inside_transforms, stream
+from ..torch_.compiler import uncompiled
+from .named import indices_of, names_of
+
+
+class KronFactors(NamedTuple):
+    """What `kron_factors` gives for a matrix of O rows and I columns: means over samples.
+
+    Attributes:
+        input: (I, I), of the sum over positions of x x^T, x being what the matrix is multiplied with.
+        output: (O, O), of the sum over positions of g g^T, g being the gradient of the product; (O,), the diagonal of a
+            diagonal matrix, for a table that is only read by index: how often each row is read.
+    """
+
+    input: Tensor
+    output: Tensor
+
+
+@overload
+def kron_factors(
+    fn: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    *,
+    names: Sequence[str] | None = None,
+    valid: Tensor | None = None,
+    in_dims: Any = 0,
+    has_aux: Literal[False] = False,
+    chunk_size: int | None = None,
+    max_bytes: int | float | str | None = None,
+    randomness: Randomness = "different",
+    progress: bool = False,
+) -> dict[str, KronFactors]: ...
+@overload
+def kron_factors(
+    fn: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    *,
+    names: Sequence[str] | None = None,
+    valid: Tensor | None = None,
+    in_dims: Any = 0,
+    has_aux: Literal[True],
+    chunk_size: int | None = None,
+    max_bytes: int | float | str | None = None,
+    randomness: Randomness = "different",
+    progress: bool = False,
+) -> tuple[dict[str, KronFactors], Any]: ...
+
+
+@uncompiled
+def kron_factors(
+    fn: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    *,
+    names: Sequence[str] | None = None,
+    valid: Tensor | None = None,
+    in_dims: Any = 0,
+    has_aux: bool = False,
+    chunk_size: int | None = None,
+    max_bytes: int | float | str | None = None,
+    randomness: Randomness = "different",
+    progress: bool = False,
+) -> Any:
+    """The two factors of K-FAC for every matrix: the means of x x^T and of g g^T, without gradients.
+
+    >>> fn = lambda p, x: (p["w"] @ x).sum() + p["b"].sum()
+    >>> params = {"w": torch.zeros(2, 2), "b": torch.zeros(2)}
+    >>> found = psgrad.kron_factors(fn, params, torch.tensor([[1.0, 2.0], [3.0, 0.0]]))
+    >>> found["w"].input
+    tensor([[5., 1.],
+            [1., 2.]])
+    >>> found["w"].output, list(found)
+    (tensor([[1., 1.],
+            [1., 1.]]), ['w'])
+
+    Where the gradient of sample n is a sum over positions t of g_t x_t^T (a linear layer, a matrix product, a
+    convolution with its patches as the x), these are the means over samples of sum_t x_t x_t^T and of sum_t g_t g_t^T:
+    the empirical Fisher as K-FAC sees it ("expand"), for the loss that `fn` is. A matrix that is used several times has
+    the sum over all uses: a layer called twice, a fused matrix that is split, a tied table. For the Fisher of the
+    model's own distribution, let `fn` draw the label.
+
+    What has no such form is left out: vectors, matrices of which some use is no product with a tensor (elementwise,
+    behind a function of parameters, in groups), and, with a `FallbackWarning`, all where samples run one by one.
+
+    Args:
+        fn, params, batch, in_dims, randomness, chunk_size, max_bytes, progress: as for `per_sample_grads`.
+        names: the parameters that are wanted: keys of a flat dict of params, such as "0.weight", or paths as errors
+            write them. None: all that have factors. A table of 50,000 rows that is multiplied has 50,000 x 50,000.
+        valid: (N,) booleans; the other samples do not run and do not count.
+        has_aux: `fn` returns `(loss, aux)`; aux comes back with a leading sample axis, zeros where not `valid`.
+
+    Returns:
+        A dict from names to `KronFactors(input, output)`, in float32 at least; with `has_aux` `(factors, aux)`. The
+        names are those that `FactoredGrads.precondition` takes. Of no samples the factors are NaN.
+
+    Raises:
+        ArgumentError: a parameter that is named does not exist, or has no such factors.
+    """
+    refuse_inside_transforms("kron_factors")
+    problem = validated(
+        fn, params, batch, in_dims=in_dims, randomness=randomness, has_aux=has_aux, save_memory=max_bytes is not None
+    )
+    wanted = [i for i, p in enumerate(problem.params) if p.dim() > 1]
+    if names is not None:
+        names = [names] if isinstance(names, str) else names
+        wanted = list(dict.fromkeys(indices_of(names, problem.params_spec, "names")))
+    there = counted(problem, valid)
+    shown = "kron_factors" if progress else None
+    quantity = KronSums(wanted)
+    found, outcome = stream(quantity, there.problem, chunk_size=chunk_size, max_bytes=max_bytes, progress=shown)
+    own = names_of(problem.params_spec)
+    result = {}
+    for i in wanted:
+        p, sums = problem.params[i], found.sums.get(i)
+        if names is not None and (i in found.others or p.dim() < 2):
+            what = "is no matrix" if p.dim() < 2 else f"has gradients by {found.others[i]}"
+            raise ArgumentError(
+                f"{problem.name(i)} has no Kronecker factors: it {what}\n"
+                "  name parameters that are multiplied as matrices, or leave names out to get all of them."
+            )
+        if i in found.others or (sums is None and names is None):
+            continue
+        if sums is None:  # no sample used it
+            size = p[0].numel() if len(p) else 0
+            zeros = torch.zeros(size, size, dtype=wide(p.dtype), device=p.device)
+            sums = Kron(zeros.new_zeros(len(p), len(p)), zeros)
+        n = there.problem.n
+        result[own[i]] = KronFactors(*(t.div_(n if n else torch.nan) for t in (sums.input, sums.output)))
+    return there.with_aux(result, outcome)
+
+
+@dataclass(eq=False)
+class _Sums:
+    """Of the samples so far; `chunked`: a chunk's own sums are added to these, and are memory besides."""
+
+    chunked: bool
+    sums: dict[int, Kron] = field(default_factory=dict)
+    others: dict[int, str] = field(default_factory=dict)
+
+
+class KronSums(Quantity[_Sums, _Sums]):
+    """Sums of g g^T and x x^T over samples and positions, for some parameters."""
+
+    has_sums = True
+
+    def __init__(self, wanted: Sequence[int]) -> None:
+        self.wanted = frozenset(wanted)
+        self.name = f"kron {sorted(wanted)}"
+
+    def start(self, whole: Problem, step: int) -> _Sums:
+        return _Sums(step < whole.n)
+
+    def add(self, state: _Sums, rows: slice, chunk: Problem, run: Run) -> Outcome:
+        outcomes: list[Outcome] = []
+        places: list[Tensor | None] = []
+
+        def make(problem: Problem) -> KronCollector:
+            return KronCollector(problem.params, problem.n, self.wanted)
+
+        for group in run(chunk, make):
+            state.others |= group.collector.others
+            for i, own in group.collector.sums.items():
+                if i in state.sums:
+                    state.sums[i] = added(state.sums[i], own)
+                else:
+                    state.sums[i] = Kron(*(t.clone() for t in own)) if state.chunked else own
+            outcomes.append(group.outcome)
+            places.append(group.places)
+        return join(outcomes, places)
+
+    def finish(self, state: _Sums) -> _Sums:
+        return state
