@@ -102,6 +102,45 @@ def test_equals_the_eager_call(case: Case, name: str) -> None:
         assert (info.hits, info.misses) == ((0, 2) if case.diverges else (2, 0))
 
 
+def outputs(model: nn.Module) -> Any:
+    return psgrad.from_module(model, lambda y, _: y[0])[0]
+
+
+@pytest.mark.parametrize("name", ["per_sample_dots", "projected_grads", "kron_factors", "per_sample_jacobians", "ntk"])
+def test_the_other_quantities(name: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)).double()
+    fn, params = psgrad.from_module(model, F.cross_entropy)
+    if name in ("per_sample_jacobians", "ntk"):
+        fn = outputs(model)
+    options = {
+        "per_sample_dots": {"direction": optree.tree_map(torch.randn_like, params)},
+        "projected_grads": {"dim": 16},
+    }
+    quantity = getattr(psgrad, name)
+    step = psgrad.compile(quantity, fn, backend="replay", **options.get(name, {}))
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(N, 2, 6, 6, dtype=D, generator=generator)
+        check(step, params, (x, torch.randint(3, (N,), generator=generator)))
+    assert (step.cache_info().hits, step.cache_info().graphs) == (3, 1)
+
+
+@pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning")
+@pytest.mark.parametrize("name", ["per_sample_jacobians", "ntk"])
+def test_what_would_have_to_be_drawn_again_is_not_recorded(name: str) -> None:
+    """All outputs of a sample share its draws, and run one after the other."""
+    model = net(dropout=0.5)
+    fn, params = outputs(model), dict(psgrad.from_module(model, F.cross_entropy)[1])
+    step = psgrad.compile(getattr(psgrad, name), fn, backend="replay")
+    for _ in range(2):
+        torch.manual_seed(1)
+        found = step(params, batch_of(N))
+        torch.manual_seed(1)
+        assert_same(found, getattr(psgrad, name)(fn, params, batch_of(N)))
+    assert step.cache_info().hits == 0
+
+
 # ---- inductor --------------------------------------------------------------------------------------------
 
 
@@ -657,7 +696,8 @@ def test_mistakes() -> None:
             TypeError,
             "explain is not a quantity that can be compiled\n  give one of psgrad.per_sample_grads, "
             "psgrad.per_sample_norms, psgrad.clipped_grad, psgrad.weighted_grad, psgrad.gram, psgrad.grad_stats, "
-            "psgrad.factored_grads.",
+            "psgrad.factored_grads, psgrad.per_sample_dots, psgrad.projected_grads, psgrad.kron_factors, "
+            "psgrad.per_sample_jacobians, psgrad.ntk.",
         ),
         (
             lambda: psgrad.compile(psgrad.gram, 3),

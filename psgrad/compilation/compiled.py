@@ -22,10 +22,14 @@ from ..errors import (
 )
 from ..quantities.clipped import clipped_grad
 from ..quantities.clipping import ClippedGrad, bounds_of
+from ..quantities.dots import per_sample_dots
 from ..quantities.factored import factored_grads
 from ..quantities.grads import per_sample_grads
 from ..quantities.gram import gram
+from ..quantities.jacobians import ntk, per_sample_jacobians
+from ..quantities.kron import kron_factors
 from ..quantities.norms import per_sample_norms
+from ..quantities.projected import projected_grads
 from ..quantities.stats import grad_stats
 from ..quantities.sums import weighted_grad
 from ..torch_ import graphs, tracing
@@ -44,7 +48,14 @@ _QUANTITIES = (
     gram,
     grad_stats,
     factored_grads,
+    per_sample_dots,
+    projected_grads,
+    kron_factors,
+    per_sample_jacobians,
+    ntk,
 )
+# What can be a part of others' graphs: dynamo takes trees of tensors from there, and no records inside of them.
+_IN_GRAPHS = (per_sample_grads, per_sample_norms, clipped_grad, weighted_grad, gram, grad_stats, per_sample_dots)
 _SIGNATURES = 64  # whose graphs are kept
 _VARIANTS = 4  # graphs of one signature, for samples that decide otherwise
 _STRIKES = 8  # so many calls in a row that no graph is good for, and the signature is given up
@@ -100,8 +111,8 @@ def compile(
       `FallbackWarning` that says why.
 
     Args:
-        quantity: `psgrad.per_sample_grads`, `per_sample_norms`, `clipped_grad`, `weighted_grad`, `gram`, `grad_stats`
-            or `factored_grads`.
+        quantity: `psgrad.per_sample_grads`, `per_sample_norms`, `clipped_grad`, `weighted_grad`, `gram`, `grad_stats`,
+            `factored_grads`, `per_sample_dots`, `projected_grads`, `kron_factors`, `per_sample_jacobians` or `ntk`.
         fn: as for the quantity.
         backend: "replay" runs the graph op by op, without a compiler; "inductor" compiles it, which takes 3 to 50 s
             for each graph; "auto" does both where there is a compiler and the graph is not too large, measures, and
@@ -192,7 +203,7 @@ class Compiled:
         self._check = getattr(fn, "psgrad_check", None)
         self._lock = threading.RLock()
         self._capture = Capture(quantity, fn, self.options)
-        self._can_be_captured = quantity is not factored_grads and not self.options.get("has_aux")
+        self._can_be_captured = quantity in _IN_GRAPHS and not self.options.get("has_aux")
         self.clear()
 
     def __repr__(self) -> str:

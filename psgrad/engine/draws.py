@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..factors.assumptions import are_noted
-from ..torch_.tracing import dispatch_modes, is_captured
+from ..factors.assumptions import are_for_others
+from ..torch_.tracing import dispatch_modes
 from ..torch_.watching import seedings
 from .problem import generators
 from .signals import NeedsLoop
@@ -47,7 +47,7 @@ class Draws:
 
     def __init__(self, params: Sequence[Tensor], randomness: str) -> None:
         self.params = params
-        self.watches = randomness == "different" and (are_noted() or is_captured() or not dispatch_modes())
+        self.watches = randomness == "different" and (are_for_others() or not dispatch_modes())
         self.seedings = seedings() if self.watches else None
         self.elsewhere: dict[torch.device, Tensor] = {}
         if self.watches and not all(map(_is_cpu, params)):

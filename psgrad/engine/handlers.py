@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import PsgradError, is_out_of_memory, name_of, place, reason_of
 from ..factors import assumptions
-from ..torch_ import levels, operators, tracing
+from ..torch_ import levels, operators
 from ..torch_.functions import (
     ANSWERS,
     ATTENTION,
@@ -90,7 +90,7 @@ def refuse_outdated(mode: "Mode", call: "TorchCall") -> Any:
 def draw(mode: "Mode", call: "TorchCall") -> Any:
     """A function that draws random numbers: from the run's own generators alone."""
     if mode.recomputing or not draws(call.func, call.args, call.kwargs):
-        if mode.recomputing and (assumptions.are_noted() or tracing.is_captured()):
+        if mode.recomputing and assumptions.are_for_others():
             raise Unrecordable("a checkpoint draws its random numbers again")
         return NotImplemented
     mode.draws.before(call.kwargs.get("generator"))

@@ -25,7 +25,6 @@ from ..errors import (
     reason_of,
 )
 from ..factors import assumptions, warm_memory
-from ..torch_ import tracing
 from ..torch_.compiler import CompilerLoaded, eagerly, is_loaded
 from ..torch_.storage import version_of, versions_of
 from .batched import Outcome, run_together, seen_grad
@@ -102,8 +101,7 @@ def collect(problem: Problem, make: Make[C], *, quiet: bool = False, on_copies: 
     `quiet` keeps fallbacks to itself; `on_copies`: `fn` changes its sample in place, so each attempt gets a copy.
     """
     found = _attempt(problem, make(problem), on_copies)
-    is_for_others = assumptions.are_noted() or tracing.is_captured()  # the ops are to serve other values, too
-    if is_for_others and not isinstance(found, Group) and not found.writes:
+    if assumptions.are_for_others() and not isinstance(found, Group) and not found.writes:
         what = "samples part ways" if found.groups else f"samples run one by one ({found.why})"
         raise Unrecordable(f"{what} at {found.where}")
     if isinstance(found, Group):

@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, ArgumentTypeError
+from ..factors import assumptions
+from ..torch_ import tracing
+from .signals import Unrecordable
 
 Index = slice | Tensor
 
@@ -152,7 +155,15 @@ _CPU = torch.device("cpu")
 
 
 def rewind(states: dict[torch.device, Tensor]) -> None:
-    """Put the default generators back."""
+    """Put the default generators back.
+
+    A graph of recorded ops could not do that: where numbers have been drawn since, there is none.
+    """
+    if assumptions.are_noted():
+        with tracing.unrecorded():
+            now = generators([torch.empty(0, device=device) for device in states])
+            if not all(torch.equal(state, now[device]) for device, state in states.items()):
+                raise Unrecordable("random numbers would have to be drawn again")
     for device, state in states.items():
         if device.type == "cpu":
             torch.default_generator.set_state(state)

@@ -74,6 +74,11 @@ def are_noted() -> bool:
     return _thread.conditions is not None
 
 
+def are_for_others() -> bool:
+    """Whether the ops of this run are to serve other values, too: a graph of ours, or a part of somebody's."""
+    return _thread.conditions is not None or tracing.is_captured()
+
+
 def assume(condition: Tensor) -> None:
     """What follows is right only where `condition`, booleans, is true."""
     assert _thread.conditions is not None, "nobody notes assumptions; please report this"

@@ -219,7 +219,7 @@ def _crossed(problem: Problem, second: Problem | None, step: int, bar: Bar | Non
         right = left if second is None else factored(columns[0])[0]
         return right.dots(left).mT.contiguous(), [outcome]  # dots gives the transpose of what it made: nothing to copy
 
-    if assumptions.are_noted():
+    if assumptions.are_for_others():
         refuse_recording("gram in chunks, which run more than once")
 
     def again(k: int) -> tuple[FactoredGrads, Outcome]:

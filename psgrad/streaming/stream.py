@@ -169,7 +169,7 @@ def fold(
     if progress is not None:
         with Bar(progress, problem.n * (2 if quantity.looks_first else 1)) as shown:
             return fold(quantity, problem, step, bar=shown)
-    if assumptions.are_noted() and (quantity.looks_first or (problem.randomness == "same" and step < problem.n)):
+    if assumptions.are_for_others() and (quantity.looks_first or (problem.randomness == "same" and step < problem.n)):
         raise Unrecordable("random numbers would have to be drawn again")
     run = collect if bar is None else bar.watching(collect)
     state = quantity.start(problem, step)
@@ -261,7 +261,7 @@ def check_step(problem: Problem, chunk_size: int | None, max_bytes: int | float 
 
 def refuse_recording(what: str) -> None:
     """For what cannot be recorded as a graph."""
-    if assumptions.are_noted():
+    if assumptions.are_for_others():
         raise Unrecordable(what)
     raise ArgumentError(f"{what} cannot be recorded as a graph\n  call it outside of make_fx and torch.compile.")
 
