@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..factors import assumptions
 from ..factors.numerics import folded
 from ..registry.rule import BatchFold, Decline
 from ..torch_ import kernels, levels, tracing
@@ -67,7 +66,7 @@ def cross_entropy(options: Options, x: Tensor, target: Tensor) -> Tensor:
     if weight is not None:
         counts = target != ignored
         return each / (weight[target.where(counts, 0)] * counts).reshape(n, size).sum(1)
-    cheap = type(target) is Tensor and (assumptions.are_noted() or (target.is_cpu and not tracing.is_recorded()))
+    cheap = type(target) is Tensor and target.is_cpu and not tracing.is_recorded()
     if cheap and not _is_among(ignored, target):  # a look costs a quarter of a division and its backward
         return each / size if size != 1 else each
     return each / (target.reshape(n, size) != ignored).sum(1)  # none counted: 0 / 0, as torch has it
@@ -75,8 +74,6 @@ def cross_entropy(options: Options, x: Tensor, target: Tensor) -> Tensor:
 
 def _is_among(ignored: int, target: Tensor) -> bool:
     """Whether a target is ignored; below zero there are no others."""
-    if assumptions.are_noted():
-        return assumptions.decide(lambda: (target == ignored).any())
     return int(target.min()) < 0 if ignored < 0 else bool((target == ignored).any())
 
 
