@@ -32,11 +32,13 @@ A map of the library:
                      testing            the oracle, and checks against it
 
     errors           PsgradError is the base of ArgumentError (a ValueError), ArgumentTypeError (a TypeError),
-                     UnsupportedOpError, RuleError
-    warnings         FallbackWarning (samples run in a loop), UnusedParametersWarning (every gradient is zero)
+                     UnsupportedOpError, RuleError, RemoteError (another process of the group failed)
+    warnings         FallbackWarning (samples run in a loop), UnusedParametersWarning (every gradient is zero),
+                     SharedSeedWarning (processes drew the same random numbers)
 
 The quantities share their options: `in_dims` (where the samples are), `has_aux`, `chunk_size` or `max_bytes` (memory,
-never the answer), `randomness`, `progress`; most have `valid` (which samples count). `help(psgrad.clipped_grad)` and
+never the answer), `randomness`, `progress`; most have `valid` (which samples count) and `group` (processes that share
+a batch). `help(psgrad.clipped_grad)` and
 its like say the rest. `python -m psgrad` is a demo.
 """
 
@@ -47,7 +49,9 @@ from .errors import (
     ArgumentTypeError,
     FallbackWarning,
     PsgradError,
+    RemoteError,
     RuleError,
+    SharedSeedWarning,
     UnsupportedOpError,
     UnusedParametersWarning,
     VerificationError,
@@ -75,8 +79,10 @@ __all__ = [
     "FallbackWarning",
     "GradStats",
     "PsgradError",
+    "RemoteError",
     "Report",
     "RuleError",
+    "SharedSeedWarning",
     "UnsupportedOpError",
     "UnusedParametersWarning",
     "Verification",

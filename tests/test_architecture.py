@@ -23,7 +23,7 @@ LAYERS = (  # each imports only from those before it, and from itself where it i
     {"factors"},
     {"registry"},
     {"rules", "engine"},
-    {"composable"},
+    {"composable", "processes"},
     {"streaming"},
     {"quantities"},
     {"swap", "module", "report", "plain_loop", "testing", "verification", "ops", "extend", "__main__", "__init__"},

@@ -7,9 +7,11 @@ import optree
 import torch
 from torch import Tensor
 
-from ..annotations import Nonfinite, P, Randomness
+from ..annotations import Group, Nonfinite, P, Randomness
 from ..engine.validate import validated
-from ..streaming.stream import counted, refuse_inside_transforms, stream, tree_of_sums
+from ..processes.ranks import agreed
+from ..processes.sums import Sums
+from ..streaming.stream import counted, metas, refuse_inside_transforms, stream, tree_of_sums
 from ..torch_.compiler import uncompiled
 from .clipping import (
     ClippedGrad,
@@ -38,6 +40,7 @@ def clipped_grad(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    group: Group | None = None,
 ) -> ClippedGrad[P]: ...
 @overload
 def clipped_grad(
@@ -54,6 +57,7 @@ def clipped_grad(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    group: Group | None = None,
 ) -> ClippedGrad[P, Any]: ...
 @overload
 def clipped_grad(
@@ -70,6 +74,7 @@ def clipped_grad(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    group: Group | None = None,
 ) -> tuple[ClippedGrad[P], Any]: ...
 @overload
 def clipped_grad(
@@ -86,10 +91,12 @@ def clipped_grad(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    group: Group | None = None,
 ) -> tuple[ClippedGrad[P, Any], Any]: ...
 
 
 @uncompiled
+@agreed
 def clipped_grad(
     fn: Callable[..., Any],
     params: Any,
@@ -104,6 +111,7 @@ def clipped_grad(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    group: Any = None,
 ) -> Any:
     """The sum of the per-sample gradients, each scaled down to norm `max_norm` where it is larger.
 
@@ -125,6 +133,9 @@ def clipped_grad(
             "zero": they do not count; "propagate": the sum is NaN.
         valid: (N,) booleans; the other samples do not run and do not count, their norms and values are 0.
         has_aux: `fn` returns `(loss, aux)`; aux comes back with a leading sample axis, zeros where not `valid`.
+        group: processes that share a batch: a torch.distributed ProcessGroup, or a DeviceMesh with one axis. `batch` is
+            this rank's part, perhaps empty; `grad` and `count` are over the samples of all ranks, norms, values and aux
+            of this rank's. If a rank raises, all do: the others a `RemoteError`.
 
     Returns:
         `ClippedGrad(grad, norms, values, count, sensitivity)`; with `has_aux` `(ClippedGrad(...), aux)`.
@@ -138,8 +149,12 @@ def clipped_grad(
     there = counted(problem, valid)
     problem = there.problem
     clip = Clip(bounds.each, bounds.group, nonfinite)
+    across = None
+    if group is not None:
+        group.expect(max_norm=bounds.sensitivity, bounds=bounds.group, nonfinite=nonfinite)
+        across = Sums(group, metas(problem), lambda: problem.n - clip.left_out)
     found, outcome = stream(
-        KeptSums(clip),
+        KeptSums(clip, across),
         problem,
         chunk_size=chunk_size,
         max_bytes=max_bytes,
@@ -149,11 +164,14 @@ def clipped_grad(
     norms = [there.among_zeros(t) for t in found.all_norms(problem, len(bounds.each))]
     if nonfinite == "raise" and not clip.good:
         refuse_nonfinite(torch.stack(norms).isfinite().all(0))
+    totals, count = found.totals, problem.n - clip.left_out
+    if group is not None and across is not None:
+        totals, count = list(across.result(totals)), group.count
     result = ClippedGrad(
-        tree_of_sums(problem, found.totals),
+        tree_of_sums(problem, totals),
         norms[0] if bounds.spec is None else optree.tree_unflatten(bounds.spec, norms),
         there.among_zeros(outcome.values),
-        problem.n - clip.left_out,
+        count,
         bounds.sensitivity,
     )
     return there.with_aux(result, outcome)

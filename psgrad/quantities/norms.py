@@ -8,7 +8,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ..annotations import P, Randomness
+from ..annotations import Group, P, Randomness
 from ..composable import composed
 from ..engine.batched import Outcome
 from ..engine.collectors import NormCollector, NormTakenTooEarly
@@ -17,6 +17,7 @@ from ..engine.problem import Problem, generators, rewind
 from ..engine.validate import is_nested, validated
 from ..errors import ArgumentError, FallbackWarning, place_of, reason_of
 from ..factors.numerics import flat
+from ..processes.ranks import agreed
 from ..streaming.blocks import norm_of_all
 from ..streaming.stream import Quantity, Run, check_step, counted, dtype_of, no_values, stream
 from ..torch_.compiler import uncompiled
@@ -37,6 +38,7 @@ def per_sample_norms(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    group: Group | None = None,
 ) -> Tensor: ...
 @overload
 def per_sample_norms(
@@ -53,6 +55,7 @@ def per_sample_norms(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    group: Group | None = None,
 ) -> P: ...
 @overload
 def per_sample_norms(
@@ -69,6 +72,7 @@ def per_sample_norms(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    group: Group | None = None,
 ) -> tuple[Tensor, Any]: ...
 @overload
 def per_sample_norms(
@@ -85,6 +89,7 @@ def per_sample_norms(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    group: Group | None = None,
 ) -> tuple[P, Any]: ...
 @overload
 def per_sample_norms(
@@ -101,10 +106,12 @@ def per_sample_norms(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    group: Group | None = None,
 ) -> Any: ...
 
 
 @uncompiled
+@agreed
 def per_sample_norms(
     fn: Callable[..., Any],
     params: Any,
@@ -119,6 +126,7 @@ def per_sample_norms(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    group: Any = None,
 ) -> Any:
     """The norm of every sample's gradient, at about the price of one backward pass.
 
@@ -139,6 +147,8 @@ def per_sample_norms(
             needs the activations of all samples, so that `max_bytes` has no effect then, and `progress` neither.
         has_aux: `fn` returns `(loss, aux)`; aux comes back with a leading sample axis, zeros where not `valid`.
         chunk_size, max_bytes, progress: as for `per_sample_grads`.
+        group: processes that share a batch, as for `clipped_grad`. The norms are of this rank's samples; if a rank
+            raises, all do.
 
     Returns:
         The norms, (N,), or with `per_param` a pytree of them; with `has_aux` `(norms, aux)`.

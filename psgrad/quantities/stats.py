@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from .. import display
-from ..annotations import P, Randomness
+from ..annotations import Group, P, Randomness
 from ..engine.batched import Outcome
 from ..engine.problem import Problem
 from ..engine.validate import validated
+from ..processes.ranks import agreed
+from ..processes.sums import Sums
 from ..streaming.stream import Quantity, Run, counted, dtype_of, metas, refuse_inside_transforms, stream, tree_of_sums
 from ..torch_.compiler import uncompiled
 from .factored import factored_chunk
@@ -90,6 +92,7 @@ def grad_stats(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    group: Group | None = None,
 ) -> GradStats[P]: ...
 @overload
 def grad_stats(
@@ -104,10 +107,12 @@ def grad_stats(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    group: Group | None = None,
 ) -> tuple[GradStats[P], Any]: ...
 
 
 @uncompiled
+@agreed
 def grad_stats(
     fn: Callable[..., Any],
     params: Any,
@@ -120,6 +125,7 @@ def grad_stats(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    group: Any = None,
 ) -> Any:
     """Mean and variance of the per-sample gradients, and the gradient noise scale.
 
@@ -148,6 +154,8 @@ def grad_stats(
         fn, params, batch, in_dims, randomness, chunk_size, max_bytes, progress: as for `per_sample_grads`.
         valid: (N,) booleans; the other samples do not run and do not count, their entries are 0.
         has_aux: `fn` returns `(loss, aux)`; aux comes back with a leading sample axis, zeros where not `valid`.
+        group: processes that share a batch, as for `clipped_grad`: all but `sq_norms`, `values` and aux is over the
+            samples of all ranks.
 
     Returns:
         `GradStats(mean, variance, sq_norms, values, trace, sq_mean, noise_scale)`; with `has_aux`
@@ -160,7 +168,10 @@ def grad_stats(
     there = counted(problem, valid)
     problem = there.problem
     shown = "grad_stats" if progress else None
+    rounds = None if group is None else (Sums(group, metas(problem), lambda: problem.n), Sums(group, metas(problem)))
     found, outcome = stream(Moments(), problem, chunk_size=chunk_size, max_bytes=max_bytes, progress=shown)
+    if rounds is not None:
+        found = _over_all_ranks(found, *rounds)
     below = found.seen - 1 if found.seen > 1 else torch.nan
     variance = [t.div_(below) for t in found.deviations]
     mean = found.mean if found.seen else [m * torch.nan for m in found.mean]
@@ -213,3 +224,14 @@ class Moments(Quantity[_Moments, _Moments]):
 
     def finish(self, state: _Moments) -> _Moments:
         return state
+
+
+def _over_all_ranks(own: _Moments, first: Sums, second: Sums) -> _Moments:
+    """The moments of the samples of all ranks: the mean first, then what each rank has around it."""
+    sums: list[Tensor | None] = [m * own.seen for m in own.mean]
+    totals = first.result(sums)
+    seen = first.ranks.count
+    mean = [t.div_(max(seen, 1)) for t in totals]
+    around = zip(own.deviations, own.mean, mean, strict=True)
+    parts: list[Tensor | None] = [d.add_((m - whole).square_(), alpha=own.seen) for d, m, whole in around]
+    return _Moments(mean, second.result(parts), own.sq_norms, seen)

@@ -7,13 +7,15 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from ..annotations import P, Randomness
+from ..annotations import Group, P, Randomness
 from ..engine.batched import Outcome
 from ..engine.collectors import SumCollector
 from ..engine.ladder import differentiating, join
 from ..engine.problem import Problem
 from ..engine.validate import validated
 from ..errors import ArgumentError, ArgumentTypeError
+from ..processes.ranks import agreed
+from ..processes.sums import Sums
 from ..streaming.blocks import Block, add_sums, gathered, norms_of_block, norms_of_param
 from ..streaming.stream import (
     Counted,
@@ -51,6 +53,7 @@ def weighted_grad(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    group: Group | None = None,
 ) -> P: ...
 @overload
 def weighted_grad(
@@ -66,10 +69,12 @@ def weighted_grad(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    group: Group | None = None,
 ) -> tuple[P, Any]: ...
 
 
 @uncompiled
+@agreed
 def weighted_grad(
     fn: Callable[..., Any],
     params: Any,
@@ -83,6 +88,7 @@ def weighted_grad(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    group: Any = None,
 ) -> Any:
     """The sum over n of weights[n] times the gradient of sample n.
 
@@ -102,10 +108,15 @@ def weighted_grad(
         weights: (N,), or a function of the norms.
         valid: (N,) booleans; the other samples do not run.
         has_aux: `fn` returns `(loss, aux)`; aux comes back with a leading sample axis, zeros where not `valid`.
+        group: processes that share a batch, as for `clipped_grad`: the sum is over the samples of all ranks, `weights`
+            are those of this rank's. A function of the norms is called once on every rank, with the norms of its own
+            samples, perhaps none; it may itself talk to the other ranks.
 
     Returns:
         A pytree like params; with `has_aux` `(grad, aux)`.
     """
+    if group is not None and callable(weights):
+        weights = group.once(weights)
     refuse_inside_transforms("weighted_grad")
     problem = validated(
         fn, params, batch, in_dims=in_dims, randomness=randomness, has_aux=has_aux, save_memory=max_bytes is not None
@@ -114,8 +125,9 @@ def weighted_grad(
     problem = there.problem
     options: dict[str, Any] = {"chunk_size": chunk_size, "max_bytes": max_bytes}
     shown = "weighted_grad" if progress else None
+    across = None if group is None else Sums(group, metas(problem), lambda: problem.n)
     if callable(weights):
-        one = KeptSums(_GivenWeights(there, weights))
+        one = KeptSums(_GivenWeights(there, weights), across)
         step = plan(one, problem, **options)
         assert isinstance(step, int)
         with differentiating(problem):
@@ -123,6 +135,8 @@ def weighted_grad(
         totals = found.totals
     else:
         totals, outcome = stream(WeightedSums(_checked_weights(weights, there)), problem, progress=shown, **options)
+    if across is not None:
+        totals = list(across.result(totals))
     return there.with_aux(tree_of_sums(problem, totals), outcome)
 
 
@@ -208,6 +222,7 @@ class Weigh:
     """How weights come from norms."""
 
     per_param = False  # from the norms of each parameter
+    good = True  # nothing so far makes the call fail in the end
 
     def __call__(self, norms: list[Tensor], count: int) -> tuple[list[Tensor], Weights]:
         """The norms as they are reported, and the weights of `count` parameters."""
@@ -255,18 +270,21 @@ class KeptSums(Quantity[FromNorms, FromNorms]):
     name = "clipped"
     has_sums = True
 
-    def __init__(self, weigh: Weigh) -> None:
-        self.weigh = weigh
+    def __init__(self, weigh: Weigh, across: Sums | None = None) -> None:
+        self.weigh, self.across, self.n = weigh, across, 0
 
     def start(self, whole: Problem, step: int) -> FromNorms:
+        self.n = whole.n
         return FromNorms(_starting_totals(whole, step), [], [])
 
     def add(self, state: FromNorms, rows: slice, chunk: Problem, run: Run) -> Outcome:
         blocks, outcome = blocks_of(chunk, run)
         norms, weights = self.weigh(_norms_of(chunk, blocks, self.weigh.per_param), len(chunk.params))
         state.norms.append(norms)
+        across = self.across if rows.stop == self.n and self.weigh.good else None  # what is not good is not sent
         while blocks:
-            add_sums(blocks.pop(0), weights.of_params, state.totals, weights.skip_zero_check)
+            last = None if len(blocks) > 1 else across
+            add_sums(blocks.pop(0), weights.of_params, state.totals, weights.skip_zero_check, last)
         return outcome
 
     def finish(self, state: FromNorms) -> FromNorms:
