@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .errors import ArgumentError, ArgumentTypeError
+from .processes.placed import is_dtensor
 from .swap import Given, Slots, Swap
 from .torch_.autograd import without_modes
 from .torch_.compiler import uncompiled
@@ -83,6 +84,11 @@ def from_module(model: torch.nn.Module, loss: Callable[[Any, Any], Tensor]) -> t
             raise ArgumentError(
                 f"parameter {name!r} of the model has no shape yet\n"
                 "  call the model once, so that its lazy modules are made."
+            )
+        if is_dtensor(p):
+            raise ArgumentError(
+                f"parameter {name!r} of the model is a DTensor, as parallelize_module and distribute_module make them\n"
+                "  give the model before that, or write fn(params, sample) -> loss yourself."
             )
     given = loss
     if is_composite(loss):

@@ -549,3 +549,95 @@ def test_groups_that_are_none() -> None:
         "nothing",
     ]
     assert second[2] == ("ArgumentError: this process, rank 1, is not in the group\n  call only where it is a member.")
+
+
+# ---- parameters in pieces ----------------------------------------------------------------------------------
+
+
+def _in_pieces(rank: int, size: int, shape: tuple[int, ...]) -> Any:
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    fn, params, batch = problem()
+    own, group = part(batch, rank, [24 - 3 * (size - 1)] + [3] * (size - 1)), dist.group.WORLD
+    mesh = dist.device_mesh.init_device_mesh("cpu", shape)
+    first = [Replicate()] * (len(shape) - 1)
+    pieces = {
+        k: distribute_tensor(p, mesh, [*first, Shard(p.dim() - 1) if p.dim() > 1 else Shard(0)], src_data_rank=None)
+        for k, p in params.items()
+    }
+    pieces["norm.bias"] = params["norm.bias"]  # one that is whole on every rank
+    step = psgrad.clipped_grad(fn, pieces, own, 0.5, group=group)
+    stats = psgrad.grad_stats(fn, params=pieces, batch=own, group=group)
+    for tree in (step.grad, stats.mean, stats.variance):
+        for k, t in tree.items():
+            given = pieces[k]
+            assert isinstance(t, DTensor) == isinstance(given, DTensor), k
+            if isinstance(t, DTensor) and isinstance(given, DTensor):
+                assert (t.placements, t.device_mesh) == (given.placements, given.device_mesh)
+                assert t.to_local().shape == given.to_local().shape
+    full = lambda tree: {k: (t.full_tensor() if isinstance(t, DTensor) else t).tolist() for k, t in tree.items()}
+    found = {
+        "clipped": full(step.grad),
+        "mean": full(stats.mean),
+        "weighted": full(psgrad.weighted_grad(fn, pieces, own, torch.ones(len(own[0])), group=group)),
+        "norms": psgrad.per_sample_norms(fn, pieces, own, group=group).tolist(),
+        "gram": psgrad.gram(fn, pieces, own, group=group).tolist(),
+    }
+    try:
+        psgrad.clipped_grad(fn, pieces, own, 0.5 if rank else -1.0, group=group)
+    except psgrad.PsgradError as error:
+        found["failed"] = f"{type(error).__name__}: {error}".splitlines()[0]
+    try:  # one rank's are whole
+        psgrad.clipped_grad(fn, pieces if rank else params, own, 0.5, group=group)
+    except psgrad.PsgradError as error:
+        found["mixed"] = str(error).splitlines()[0]
+    with torch.no_grad():  # an optimizer's step on the pieces
+        for k, p in pieces.items():
+            p -= 0.1 * step.grad[k]
+    found["after"] = full(pieces)
+    return found
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
+def test_parameters_in_pieces(shape: tuple[int, ...]) -> None:
+    found = run(_in_pieces, sum(shape) if len(shape) > 1 else 2, shape)
+    fn, params, batch = problem()
+    step = psgrad.clipped_grad(fn, params, batch, 0.5)
+    sizes = [24 - 3 * (len(found) - 1)] + [3] * (len(found) - 1)
+    for rank, one in enumerate(found):
+        at = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+        assert_close(one["clipped"], step.grad)
+        assert_close(one["mean"], psgrad.grad_stats(fn, params, batch).mean)
+        assert_close(one["weighted"], psgrad.weighted_grad(fn, params, batch, torch.ones(24)))
+        assert_close(one["norms"], step.norms[at])
+        assert_close(one["gram"], psgrad.gram(fn, params, batch)[at])
+        assert_close(one["after"], {k: p - 0.1 * step.grad[k] for k, p in params.items()})
+        wrong = "ArgumentError: max_norm=-1.0 is not positive"
+        assert one["failed"] == (f"RemoteError: rank 0: {wrong}" if rank else wrong)
+        assert one["mixed"] == "the ranks of the group do not make the same call"
+
+
+def _pieces_elsewhere(rank: int, size: int) -> Any:
+    from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+
+    fn, params, batch = problem()
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    said = []
+    split = distribute_tensor(params["table.weight"], mesh["tp"], [Shard(0)], src_data_rank=None)
+    partial = DTensor.from_local(params["table.weight"], mesh["dp"], [Partial()], run_check=False)
+    for table in (split, partial):
+        try:
+            psgrad.per_sample_norms(fn, params | {"table.weight": table}, part(batch, rank, [6] * 4), group=mesh["dp"])
+        except psgrad.ArgumentError as error:
+            said.append(str(error))
+    return said
+
+
+def test_pieces_on_ranks_that_are_not_in_the_group() -> None:
+    for rank, said in enumerate(run(_pieces_elsewhere, 4)):
+        other = [1, 0, 3, 2][rank]
+        assert said == [
+            f"params['table.weight'] is a DTensor with pieces on rank {other}, which is not in the group\n"
+            "  sums over the group would not be those of that rank: give a group of all ranks of its mesh.",
+            "params['table.weight'] is a DTensor that is still to be summed: (Partial(sum),)\n  redistribute it first.",
+        ]

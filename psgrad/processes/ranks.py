@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..engine.ladder import callers_level
-from ..engine.problem import generators
+from ..engine.problem import generators, paths
 from ..errors import ArgumentError, RemoteError, SharedSeedWarning
 from .groups import device_of, group_of
+from .placed import Place, is_dtensor, places_of, whole
 
 C = TypeVar("C", bound=Callable[..., Any])
 
@@ -54,8 +55,9 @@ class Ranks:
     def __init__(self, group: Any, name: str, params: Any, randomness: str = "different") -> None:
         self.group = group_of(group)
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        leaves: Iterable[Any] = optree.tree_leaves(params)
-        self.tensors = [t for t in leaves if isinstance(t, Tensor)]
+        self.leaves, self.spec = optree.tree_flatten(params)
+        self.tensors = [t for t in self.leaves if isinstance(t, Tensor)]
+        self.places: list[Place | None] = []  # of the parameters that are DTensors, where there are any
         self.device = device_of(self.group, self.tensors)
         self.words = [name, f"{len(self.tensors)} parameters {[(tuple(t.shape), t.dtype) for t in self.tensors]}"]
         self.randomness = randomness
@@ -78,6 +80,24 @@ class Ranks:
         elif isinstance(error, Exception) and not self.over:  # an interrupt waits for nobody
             with contextlib.suppress(Exception):  # if the others cannot be told, this error is still the one to show
                 self._tell(error)
+
+    # ---- parameters in pieces ----------------------------------------------------------------------------
+
+    def gathered(self) -> Any:
+        """The parameters, with every DTensor whole."""
+        self.places = places_of(self.leaves, paths(self.spec, "params"), self.group)
+        self.expect(places=[None if place is None else place.placements for place in self.places])
+        self.agree()  # else a rank whose parameters are whole would wait for the others, who wait for it
+        self.heads = None  # those of the call itself are yet to come
+        with self.in_touch():
+            whole_leaves = [whole(t) if place else t for t, place in zip(self.leaves, self.places, strict=True)]
+        return optree.tree_unflatten(self.spec, whole_leaves)
+
+    def placed(self, leaves: list[Tensor]) -> list[Tensor]:
+        """Tensors like the parameters, which all ranks have whole, in pieces where these are."""
+        if not self.places:
+            return leaves
+        return [t if place is None else place.of(t) for t, place in zip(leaves, self.places, strict=True)]
 
     # ---- what has to be the same -------------------------------------------------------------------------
 
@@ -214,6 +234,11 @@ def agreed(function: C) -> C:
             return function(*args, **kwargs)
         params = args[1] if len(args) > 1 else kwargs.get("params")
         with Ranks(group, function.__name__, params, kwargs.get("randomness", "different")) as ranks:
+            if any(map(is_dtensor, ranks.leaves)):
+                if len(args) > 1:
+                    args = (args[0], ranks.gathered(), *args[2:])
+                else:
+                    kwargs["params"] = ranks.gathered()
             return function(*args, group=ranks, **kwargs)
 
     return cast(C, call)

@@ -168,7 +168,7 @@ def clipped_grad(
     if group is not None and across is not None:
         totals, count = list(across.result(totals)), group.count
     result = ClippedGrad(
-        tree_of_sums(problem, totals),
+        tree_of_sums(problem, totals, group),
         norms[0] if bounds.spec is None else optree.tree_unflatten(bounds.spec, norms),
         there.among_zeros(outcome.values),
         count,

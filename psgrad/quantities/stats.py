@@ -180,8 +180,8 @@ def grad_stats(
     sq_mean = torch.stack([m.square().sum(dtype=dtype) for m in mean]).sum() - trace / max(found.seen, 1)
     none = torch.zeros(0, dtype=dtype, device=problem.params[0].device)
     result = GradStats(
-        tree_of_sums(problem, mean),
-        tree_of_sums(problem, variance),
+        tree_of_sums(problem, mean, group),
+        tree_of_sums(problem, variance, group),
         there.among_zeros(torch.cat(found.sq_norms) if found.sq_norms else none),
         there.among_zeros(outcome.values),
         trace,

@@ -137,7 +137,7 @@ def weighted_grad(
         totals, outcome = stream(WeightedSums(_checked_weights(weights, there)), problem, progress=shown, **options)
     if across is not None:
         totals = list(across.result(totals))
-    return there.with_aux(tree_of_sums(problem, totals), outcome)
+    return there.with_aux(tree_of_sums(problem, totals, group), outcome)
 
 
 def _checked_weights(weights: Any, there: Counted) -> Tensor:

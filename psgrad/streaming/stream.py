@@ -20,6 +20,7 @@ from ..engine.validate import check_positive, is_nested
 from ..errors import ArgumentError
 from ..factors import costs
 from ..factors.numerics import cast, widest
+from ..processes.ranks import Ranks
 from . import budget
 from .blocks import Block, Meta
 from .progress import Bar
@@ -259,10 +260,11 @@ def accumulate(totals: list[Tensor | None], found: Sequence[Tensor | None]) -> N
             totals[i] = t if total is None else total.add_(t)
 
 
-def tree_of_sums(problem: Problem, totals: Sequence[Tensor | None]) -> Any:
-    """Sums as a pytree like params, in the parameters' dtypes; zeros where there is nothing."""
+def tree_of_sums(problem: Problem, totals: Sequence[Tensor | None], ranks: Ranks | None = None) -> Any:
+    """Sums as a pytree like params, in the parameters' dtypes; zeros where there is nothing. Those of all `ranks` are
+    in pieces where the parameters were."""
     leaves = [
         torch.zeros_like(p, memory_format=torch.contiguous_format) if t is None else cast(t, p.dtype)
         for t, p in zip(totals, problem.params, strict=True)
     ]
-    return optree.tree_unflatten(problem.params_spec, leaves)
+    return optree.tree_unflatten(problem.params_spec, leaves if ranks is None else ranks.placed(leaves))
