@@ -11,9 +11,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import optree
 import torch
 import torch._dynamo  # once, here: every child would load it on its own
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 TIMEOUT = 20  # seconds that a collective may take
 LIMIT = 60  # seconds that all processes of a case may take together
@@ -73,3 +75,21 @@ def run(
     wrong = [str(said) for good, said in found if not good]
     assert not wrong, "\n".join(wrong)
     return [said for _, said in found]
+
+
+class Traffic(TorchDispatchMode):
+    """Counts the bytes of collectives by what they are: whole tensors that are gathered, scattered, reduced."""
+
+    KINDS = {"gather": "gathered", "reduce_scatter": "scattered", "reducescatter": "scattered", "reduce": "reduced"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = {"gathered": 0, "scattered": 0, "reduced": 0}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            kind = next((kind for word, kind in self.KINDS.items() if word in func.__name__), None)
+            if kind is not None:
+                tensors = [t for t in optree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+                self.bytes[kind] += max(t.nbytes for t in tensors)
+        return func(*args, **(kwargs or {}))

@@ -7,12 +7,11 @@ are words exchanged, and every rank raises: that rank its own error, the others 
 """
 
 import contextlib
-import functools
 import hashlib
 import warnings
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, Protocol
 
 import optree
 import torch
@@ -23,9 +22,7 @@ from ..engine.ladder import callers_level
 from ..engine.problem import generators, paths
 from ..errors import ArgumentError, RemoteError, SharedSeedWarning
 from .groups import device_of, group_of
-from .placed import Place, is_dtensor, places_of, whole
-
-C = TypeVar("C", bound=Callable[..., Any])
+from .placed import Place, places_of, whole
 
 
 class Head(NamedTuple):
@@ -65,6 +62,7 @@ class Ranks:
         self.heads: list[Head] | None = None  # of all ranks, once they are known
         self.rounds: list[Round] = []  # that are to come
         self.owed: list[Callable[[], object]] = []  # to be called even where the call fails: others wait in them
+        self.lockstep: Any = None  # the passes of a model under fully_shard
         self.over = False  # there is nothing left that others could wait for, or nothing that they would hear
 
     def __enter__(self) -> "Ranks":
@@ -83,15 +81,19 @@ class Ranks:
 
     # ---- parameters in pieces ----------------------------------------------------------------------------
 
-    def gathered(self) -> Any:
-        """The parameters, with every DTensor whole."""
+    def in_pieces(self, **options: object) -> None:
+        """Note where the pieces of the parameters are, and see to it that all ranks have them in the same."""
         self.places = places_of(self.leaves, paths(self.spec, "params"), self.group)
-        self.expect(places=[None if place is None else place.placements for place in self.places])
+        self.expect(places=[None if place is None else place.placements for place in self.places], **options)
         self.agree()  # else a rank whose parameters are whole would wait for the others, who wait for it
         self.heads = None  # those of the call itself are yet to come
+
+    def gathered(self) -> Any:
+        """The parameters, with every DTensor whole."""
+        self.in_pieces()
         with self.in_touch():
-            whole_leaves = [whole(t) if place else t for t, place in zip(self.leaves, self.places, strict=True)]
-        return optree.tree_unflatten(self.spec, whole_leaves)
+            leaves = [whole(t) if place else t for t, place in zip(self.leaves, self.places, strict=True)]
+        return optree.tree_unflatten(self.spec, leaves)
 
     def placed(self, leaves: list[Tensor]) -> list[Tensor]:
         """Tensors like the parameters, which all ranks have whole, in pieces where these are."""
@@ -126,9 +128,9 @@ class Ranks:
         assert self.heads is not None
         return int(sum(head.samples for head in self.heads))
 
-    def agree(self) -> list[Head]:
+    def agree(self, samples: int = 0) -> list[Head]:
         """Exchange heads and nothing else. Raises where some rank has failed, or makes another call."""
-        flat = self.first(0)
+        flat = self.first(samples)
         self.finished(self.started(flat))
         return self.read(flat)
 
@@ -220,28 +222,6 @@ class Ranks:
                 SharedSeedWarning,
                 stacklevel=callers_level(),
             )
-
-
-def agreed(function: C) -> C:
-    """A public function with the keyword `group`: there it gets the `Ranks` of its call, and None where none is given.
-
-    Whatever raises in it, from the first look at its arguments on, all ranks raise.
-    """
-
-    @functools.wraps(function)
-    def call(*args: Any, group: Any = None, **kwargs: Any) -> Any:
-        if group is None:
-            return function(*args, **kwargs)
-        params = args[1] if len(args) > 1 else kwargs.get("params")
-        with Ranks(group, function.__name__, params, kwargs.get("randomness", "different")) as ranks:
-            if any(map(is_dtensor, ranks.leaves)):
-                if len(args) > 1:
-                    args = (args[0], ranks.gathered(), *args[2:])
-                else:
-                    kwargs["params"] = ranks.gathered()
-            return function(*args, group=ranks, **kwargs)
-
-    return cast(C, call)
 
 
 def _fingerprint(parts: Iterable[Any]) -> float:

@@ -9,11 +9,13 @@ from torch import Tensor
 
 from ..annotations import Group, Nonfinite, P, Randomness
 from ..engine.validate import validated
-from ..processes.ranks import agreed
+from ..processes.agreed import agreed
+from ..processes.ranks import Ranks
 from ..processes.sums import Sums
-from ..streaming.stream import counted, metas, refuse_inside_transforms, stream, tree_of_sums
+from ..streaming.stream import Counted, counted, metas, refuse_inside_transforms, stream, tree_of_sums
 from ..torch_.compiler import uncompiled
 from .clipping import (
+    Bounds,
     ClippedGrad,
     bounds_of,
     check_nonfinite,
@@ -22,7 +24,9 @@ from .clipping import (
     norms_under,
     refuse_nonfinite,
 )
-from .sums import KeptSums, TwoPasses, Weigh, Weights
+from .factored import factored
+from .layered import scattered_sums
+from .sums import KeptSums, TwoPasses, Weigh, Weights, norms_of
 
 
 @overload
@@ -152,6 +156,8 @@ def clipped_grad(
     across = None
     if group is not None:
         group.expect(max_norm=bounds.sensitivity, bounds=bounds.group, nonfinite=nonfinite)
+        if group.lockstep is not None:
+            return _layer_by_layer(group, there, bounds, clip, chunk_size, max_bytes)
         across = Sums(group, metas(problem), lambda: problem.n - clip.left_out)
     found, outcome = stream(
         KeptSums(clip, across),
@@ -175,6 +181,28 @@ def clipped_grad(
         bounds.sensitivity,
     )
     return there.with_aux(result, outcome)
+
+
+def _layer_by_layer(
+    ranks: Ranks, there: Counted, bounds: Bounds, clip: "Clip", chunk_size: Any, max_bytes: Any
+) -> ClippedGrad[Any, Any]:
+    """The same for a model under fully_shard: factors are kept, and sums are made parameter by parameter."""
+    problem = there.problem
+    kept, outcome = factored(problem, chunk_size=chunk_size, max_bytes=max_bytes, ranks=ranks)
+    blocks = list(kept._blocks)
+    del kept
+    norms, weights = clip(norms_of(problem, blocks, clip.per_param), len(problem.params))
+    if clip.nonfinite == "raise" and not clip.good:
+        refuse_nonfinite(there.among_zeros(torch.stack(norms).isfinite().all(0).logical_not()).logical_not())
+    leaves = scattered_sums(ranks, problem, blocks, weights.of_params, problem.n - clip.left_out)
+    norms = [there.among_zeros(t) for t in norms]
+    return ClippedGrad(
+        optree.tree_unflatten(problem.params_spec, leaves),
+        norms[0] if bounds.spec is None else optree.tree_unflatten(bounds.spec, norms),
+        there.among_zeros(outcome.values),
+        ranks.count,
+        bounds.sensitivity,
+    )
 
 
 class Clip(Weigh):

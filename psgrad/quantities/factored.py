@@ -18,7 +18,7 @@ from ..engine.validate import validated
 from ..errors import ArgumentError, ArgumentTypeError
 from ..factors import huge_pages, plain_data
 from ..factors.numerics import cast, widest
-from ..processes.ranks import agreed
+from ..processes.agreed import agreed
 from ..streaming.blocks import Block, Meta, add_sums, blocks_joined, gathered, norms_of_block, norms_of_param
 from ..streaming.stream import Quantity, Run, blocks_of, metas, refuse_inside_transforms, stream
 from ..torch_.autograd import in_full_precision
@@ -576,8 +576,8 @@ def factored_grads(
         lasting=True,
     )
     shown = "factored_grads" if progress else None
-    found, _ = factored(problem, chunk_size=chunk_size, max_bytes=max_bytes, progress=shown)
-    return _owned(found, problem)
+    found, _ = factored(problem, chunk_size=chunk_size, max_bytes=max_bytes, progress=shown, ranks=group)
+    return found if group is not None and group.lockstep is not None else _owned(found, problem)
 
 
 def factored(problem: Problem, **options: Any) -> tuple[FactoredGrads, Outcome]:

@@ -13,8 +13,9 @@ from ..engine.ladder import collect, differentiating, generators_kept
 from ..engine.problem import Problem, generators, rewind
 from ..engine.validate import validated
 from ..errors import ArgumentError
+from ..processes.agreed import agreed
 from ..processes.parcels import Matrix
-from ..processes.ranks import Ranks, agreed
+from ..processes.ranks import Ranks
 from ..streaming.progress import Bar
 from ..streaming.stream import (
     Counted,
@@ -233,12 +234,17 @@ def _across_ranks(
             "gram with a group keeps the factors of all samples, which max_bytes does not bound\n"
             "  give chunk_size, for what runs at once, or no group."
         )
+    if ranks.lockstep is not None and other is not None and not isinstance(other, FactoredGrads):
+        raise ArgumentError(
+            "other is a second batch, and a model under fully_shard runs one in a call\n"
+            "  give its factored_grads(..., group=...)."
+        )
     step, shown = options.pop("chunk_size"), options.pop("progress")
     matrix = Matrix(ranks, dtype_of(there.problem))
     ranks.expect(other=other is not None)
 
     def kept(problem: Problem) -> tuple[FactoredGrads, Outcome]:
-        return factored(problem, chunk_size=step, max_bytes=None, progress="gram" if shown else None)
+        return factored(problem, chunk_size=step, max_bytes=None, progress="gram" if shown else None, ranks=ranks)
 
     own, outcome = kept(there.problem)
     rows = [_Rows(own, there.places, there.n)]

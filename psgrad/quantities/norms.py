@@ -17,7 +17,7 @@ from ..engine.problem import Problem, generators, rewind
 from ..engine.validate import is_nested, validated
 from ..errors import ArgumentError, FallbackWarning, place_of, reason_of
 from ..factors.numerics import flat
-from ..processes.ranks import agreed
+from ..processes.agreed import agreed
 from ..streaming.blocks import norm_of_all
 from ..streaming.stream import Quantity, Run, check_step, counted, dtype_of, no_values, stream
 from ..torch_.compiler import uncompiled
@@ -170,12 +170,19 @@ def per_sample_norms(
         raise ArgumentError(
             "differentiable=True, but no leaf of params or batch requires grad\n  call requires_grad_() on some first."
         )
+    if attached and group is not None and group.lockstep is not None:
+        raise ArgumentError(
+            "differentiable=True, and the parameters of a model under fully_shard are there for a layer at a time\n"
+            "  give the model before fully_shard."
+        )
     if attached:
         check_step(problem, chunk_size, max_bytes)
         norms, outcome = _attached_norms(problem, min(chunk_size or problem.n, problem.n), per_param)
     else:
         shown = "per_sample_norms" if progress else None
-        norms, outcome = stream(Norms(per_param), problem, chunk_size=chunk_size, max_bytes=max_bytes, progress=shown)
+        norms, outcome = stream(
+            Norms(per_param), problem, chunk_size=chunk_size, max_bytes=max_bytes, progress=shown, ranks=group
+        )
     norms = [there.among_zeros(t) for t in norms]
     result = optree.tree_unflatten(problem.params_spec, norms) if per_param else norms[0]
     return there.with_aux(result, outcome)

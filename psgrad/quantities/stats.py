@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, NamedTuple, overload
 
+import optree
 import torch
 from torch import Tensor
 
@@ -12,11 +13,23 @@ from ..annotations import Group, P, Randomness
 from ..engine.batched import Outcome
 from ..engine.problem import Problem
 from ..engine.validate import validated
-from ..processes.ranks import agreed
+from ..processes.agreed import agreed
+from ..processes.ranks import Ranks
 from ..processes.sums import Sums
-from ..streaming.stream import Quantity, Run, counted, dtype_of, metas, refuse_inside_transforms, stream, tree_of_sums
+from ..streaming.stream import (
+    Counted,
+    Quantity,
+    Run,
+    counted,
+    dtype_of,
+    metas,
+    refuse_inside_transforms,
+    stream,
+    tree_of_sums,
+)
 from ..torch_.compiler import uncompiled
-from .factored import factored_chunk
+from .factored import factored, factored_chunk
+from .layered import scattered_moments
 
 
 class GradStats(NamedTuple, Generic[P]):
@@ -168,6 +181,8 @@ def grad_stats(
     there = counted(problem, valid)
     problem = there.problem
     shown = "grad_stats" if progress else None
+    if group is not None and group.lockstep is not None:
+        return _layer_by_layer(group, there, chunk_size, max_bytes)
     rounds = None if group is None else (Sums(group, metas(problem), lambda: problem.n), Sums(group, metas(problem)))
     found, outcome = stream(Moments(), problem, chunk_size=chunk_size, max_bytes=max_bytes, progress=shown)
     if rounds is not None:
@@ -224,6 +239,26 @@ class Moments(Quantity[_Moments, _Moments]):
 
     def finish(self, state: _Moments) -> _Moments:
         return state
+
+
+def _layer_by_layer(ranks: Ranks, there: Counted, chunk_size: Any, max_bytes: Any) -> GradStats[Any]:
+    """The same for a model under fully_shard: factors are kept, and moments are made parameter by parameter."""
+    problem, dtype = there.problem, dtype_of(there.problem)
+    kept, outcome = factored(problem, chunk_size=chunk_size, max_bytes=max_bytes, ranks=ranks)
+    found = scattered_moments(ranks, problem, kept._blocks, dtype)
+    below = found.seen - 1 if found.seen > 1 else torch.nan
+    trace = found.total / below
+    sq_mean = (found.sq_mean if found.seen else found.sq_mean * torch.nan) - trace / max(found.seen, 1)
+    mean = found.mean if found.seen else [m * torch.nan for m in found.mean]
+    return GradStats(
+        optree.tree_unflatten(problem.params_spec, mean),
+        optree.tree_unflatten(problem.params_spec, [t / below for t in found.deviations]),
+        there.among_zeros(kept.sq_norms()),
+        there.among_zeros(outcome.values),
+        trace,
+        sq_mean,
+        trace / sq_mean,
+    )
 
 
 def _over_all_ranks(own: _Moments, first: Sums, second: Sums) -> _Moments:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, overload
 
+import optree
 import torch
 from torch import Tensor
 
@@ -14,9 +15,10 @@ from ..engine.ladder import differentiating, join
 from ..engine.problem import Problem
 from ..engine.validate import validated
 from ..errors import ArgumentError, ArgumentTypeError
-from ..processes.ranks import agreed
+from ..processes.agreed import agreed
+from ..processes.ranks import Ranks
 from ..processes.sums import Sums
-from ..streaming.blocks import Block, add_sums, gathered, norms_of_block, norms_of_param
+from ..streaming.blocks import Block, add_sums, blocks_joined, gathered, norms_of_block, norms_of_param
 from ..streaming.stream import (
     Counted,
     Quantity,
@@ -34,6 +36,8 @@ from ..streaming.stream import (
     tree_of_sums,
 )
 from ..torch_.compiler import uncompiled
+from .factored import Factors
+from .layered import scattered_sums
 from .norms import norms_of_chunk
 
 Totals = list[Tensor | None]  # sums of each parameter's gradients; None: zeros
@@ -125,6 +129,8 @@ def weighted_grad(
     problem = there.problem
     options: dict[str, Any] = {"chunk_size": chunk_size, "max_bytes": max_bytes}
     shown = "weighted_grad" if progress else None
+    if group is not None and group.lockstep is not None:
+        return _layer_by_layer(group, there, weights, options)
     across = None if group is None else Sums(group, metas(problem), lambda: problem.n)
     if callable(weights):
         one = KeptSums(_GivenWeights(there, weights), across)
@@ -138,6 +144,20 @@ def weighted_grad(
     if across is not None:
         totals = list(across.result(totals))
     return there.with_aux(tree_of_sums(problem, totals, group), outcome)
+
+
+def _layer_by_layer(ranks: Ranks, there: Counted, weights: Any, options: dict[str, Any]) -> Any:
+    """The same for a model under fully_shard: factors are kept, and sums are made parameter by parameter."""
+    problem = there.problem
+    w = None if callable(weights) else _checked_weights(weights, there)
+    kept, _ = stream(Factors(), problem, ranks=ranks, **options)
+    blocks = list(blocks_joined(kept, problem.params[0].device))
+    del kept
+    if w is None:
+        (norms,) = norms_of(problem, blocks, False)
+        w = _checked_weights(weights(there.among_zeros(norms)), there)
+    leaves = scattered_sums(ranks, problem, blocks, [w] * len(problem.params), problem.n)
+    return optree.tree_unflatten(problem.params_spec, leaves)
 
 
 def _checked_weights(weights: Any, there: Counted) -> Tensor:
@@ -279,7 +299,7 @@ class KeptSums(Quantity[FromNorms, FromNorms]):
 
     def add(self, state: FromNorms, rows: slice, chunk: Problem, run: Run) -> Outcome:
         blocks, outcome = blocks_of(chunk, run)
-        norms, weights = self.weigh(_norms_of(chunk, blocks, self.weigh.per_param), len(chunk.params))
+        norms, weights = self.weigh(norms_of(chunk, blocks, self.weigh.per_param), len(chunk.params))
         state.norms.append(norms)
         across = self.across if rows.stop == self.n and self.weigh.good else None  # what is not good is not sent
         while blocks:
@@ -294,7 +314,7 @@ class KeptSums(Quantity[FromNorms, FromNorms]):
         return KeptSums(_Rehearsed(self.weigh.per_param))
 
 
-def _norms_of(chunk: Problem, blocks: Sequence[Block], per_param: bool) -> list[Tensor]:
+def norms_of(chunk: Problem, blocks: Sequence[Block], per_param: bool) -> list[Tensor]:
     """Norms (N,) of what is kept, or those of each parameter."""
     lead, dtype, device = (chunk.n,), dtype_of(chunk), chunk.params[0].device
     if not per_param:

@@ -111,11 +111,14 @@ def stream(
     max_bytes: int | float | str | None,
     instead: Quantity[Any, Result] | None = None,
     progress: str | None = None,
+    ranks: Ranks | None = None,
 ) -> tuple[Result, Outcome]:
     """The quantity of all samples, and what came out besides; by `instead` where `max_bytes` is too little for it.
 
-    `progress`: the name that a bar over samples has; None shows none.
+    `progress`: the name that a bar over samples has; None shows none. `ranks`: some models want them in lock step.
     """
+    if ranks is not None and ranks.lockstep is not None:
+        return in_lock_step(quantity, problem, chunk_size, max_bytes, ranks.lockstep)
     step = plan(quantity, problem, chunk_size, max_bytes, instead)
     if isinstance(step, budget.TooLittle):
         assert instead is not None
@@ -149,6 +152,26 @@ def fold(
         for rows, chunk in chunks(problem, step, bar):
             outcomes.append(quantity.add(state, rows, chunk, run))
     return quantity.finish(state), joined(problem, outcomes)
+
+
+def in_lock_step(
+    quantity: Quantity[Any, Result], problem: Problem, chunk_size: int | None, max_bytes: Any, lockstep: Any
+) -> tuple[Result, Outcome]:
+    """The quantity of a model under fully_shard: all ranks run as many passes as the one with most to do."""
+    if max_bytes is not None:
+        raise ArgumentError(
+            "max_bytes is given, and for a model under fully_shard what a pass takes is not known before it runs\n"
+            "  give chunk_size: how many samples run at once."
+        )
+    if problem.has_aux:
+        raise ArgumentError("has_aux is given, and from_module's fn returns the loss alone\n  drop has_aux.")
+    check_step(problem, chunk_size, max_bytes)
+    step = min(chunk_size or problem.n, problem.n)
+    with differentiating(problem):
+        state = quantity.start(problem, step)
+        outcomes = [quantity.add(state, rows, chunk, lockstep.run) for rows, chunk in chunks(problem, step)]
+        lockstep.finish(problem)
+        return quantity.finish(state), joined(problem, outcomes)
 
 
 def chunks(problem: Problem, step: int, bar: Bar | None = None) -> Iterator[tuple[slice, Problem]]:
