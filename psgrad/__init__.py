@@ -30,6 +30,7 @@ A map of the library:
     going on         use_rules, ops     the rules inside vmap(grad(f)), jacrev, hessian of your own
                      extend             rules for ops of your own; rules holds those of the package
                      testing            the oracle, and checks against it
+                     parallel           collectives for functions that have parameters in pieces
 
     errors           PsgradError is the base of ArgumentError (a ValueError), ArgumentTypeError (a TypeError),
                      UnsupportedOpError, RuleError, RemoteError (another process of the group failed)
@@ -42,7 +43,7 @@ a batch). `help(psgrad.clipped_grad)` and
 its like say the rest. `python -m psgrad` is a demo.
 """
 
-from . import extend, ops, rules, testing
+from . import extend, ops, parallel, rules, testing
 from .composable import use_rules
 from .errors import (
     ArgumentError,
@@ -96,6 +97,7 @@ __all__ = [
     "grad_stats",
     "gram",
     "ops",
+    "parallel",
     "per_sample_grads",
     "per_sample_norms",
     "rules",

@@ -11,6 +11,7 @@ from ..annotations import Group, Nonfinite, P, Randomness
 from ..engine.validate import validated
 from ..processes.agreed import agreed
 from ..processes.ranks import Ranks
+from ..processes.shards import Shards, shards_of
 from ..processes.sums import Sums
 from ..streaming.stream import Counted, counted, metas, refuse_inside_transforms, stream, tree_of_sums
 from ..torch_.compiler import uncompiled
@@ -44,6 +45,7 @@ def clipped_grad(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    sharded: Any = None,
     group: Group | None = None,
 ) -> ClippedGrad[P]: ...
 @overload
@@ -61,6 +63,7 @@ def clipped_grad(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    sharded: Any = None,
     group: Group | None = None,
 ) -> ClippedGrad[P, Any]: ...
 @overload
@@ -78,6 +81,7 @@ def clipped_grad(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    sharded: Any = None,
     group: Group | None = None,
 ) -> tuple[ClippedGrad[P], Any]: ...
 @overload
@@ -95,6 +99,7 @@ def clipped_grad(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    sharded: Any = None,
     group: Group | None = None,
 ) -> tuple[ClippedGrad[P, Any], Any]: ...
 
@@ -115,6 +120,7 @@ def clipped_grad(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    sharded: Any = None,
     group: Any = None,
 ) -> Any:
     """The sum of the per-sample gradients, each scaled down to norm `max_norm` where it is larger.
@@ -137,6 +143,9 @@ def clipped_grad(
             "zero": they do not count; "propagate": the sum is NaN.
         valid: (N,) booleans; the other samples do not run and do not count, their norms and values are 0.
         has_aux: `fn` returns `(loss, aux)`; aux comes back with a leading sample axis, zeros where not `valid`.
+        sharded: for a `fn` that has parameters in pieces (tensor parallel, see `psgrad.parallel`): a pytree prefix of
+            params with the group of ranks that hold the other pieces, which have the same samples, and None for what
+            is whole. Norms are then those of the whole gradients.
         group: processes that share a batch: a torch.distributed ProcessGroup, or a DeviceMesh with one axis. `batch` is
             this rank's part, perhaps empty; `grad` and `count` are over the samples of all ranks, norms, values and aux
             of this rank's. If a rank raises, all do: the others a `RemoteError`.
@@ -152,7 +161,9 @@ def clipped_grad(
     bounds = bounds_of(max_norm, params, len(problem.params))
     there = counted(problem, valid)
     problem = there.problem
-    clip = Clip(bounds.each, bounds.group, nonfinite)
+    clip = Clip(
+        bounds.each, bounds.group, nonfinite, None if sharded is None else shards_of(sharded, params, max_bytes)
+    )
     across = None
     if group is not None:
         group.expect(max_norm=bounds.sensitivity, bounds=bounds.group, nonfinite=nonfinite)
@@ -208,13 +219,15 @@ def _layer_by_layer(
 class Clip(Weigh):
     """So that norms are at most the bounds, each for the parameters under it."""
 
-    def __init__(self, bounds: list[Any], group: list[int], nonfinite: str) -> None:
-        self.bounds, self.group, self.nonfinite = bounds, group, nonfinite
-        self.per_param = len(bounds) > 1
+    def __init__(self, bounds: list[Any], group: list[int], nonfinite: str, shards: Shards | None = None) -> None:
+        self.bounds, self.group, self.nonfinite, self.shards = bounds, group, nonfinite, shards
+        self.per_param = len(bounds) > 1 or shards is not None
         self.good = True  # all norms so far are finite
         self.left_out = 0  # samples that are not, and count as zeros
 
     def __call__(self, norms: list[Tensor], count: int) -> tuple[list[Tensor], Weights]:
+        if self.shards is not None:
+            norms = self.shards.whole_norms(norms)
         if self.per_param:
             norms = norms_under(norms, self.group, len(self.bounds))
         finite = finite_of(norms, self.nonfinite)

@@ -16,8 +16,9 @@ from ..engine.ladder import join, no_outcome
 from ..engine.problem import Problem, generators, rewind
 from ..engine.validate import is_nested, validated
 from ..errors import ArgumentError, FallbackWarning, place_of, reason_of
-from ..factors.numerics import flat
+from ..factors.numerics import flat, norm_of_norms
 from ..processes.agreed import agreed
+from ..processes.shards import shards_of
 from ..streaming.blocks import norm_of_all
 from ..streaming.stream import Quantity, Run, check_step, counted, dtype_of, no_values, stream
 from ..torch_.compiler import uncompiled
@@ -38,6 +39,7 @@ def per_sample_norms(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    sharded: Any = None,
     group: Group | None = None,
 ) -> Tensor: ...
 @overload
@@ -55,6 +57,7 @@ def per_sample_norms(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    sharded: Any = None,
     group: Group | None = None,
 ) -> P: ...
 @overload
@@ -72,6 +75,7 @@ def per_sample_norms(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    sharded: Any = None,
     group: Group | None = None,
 ) -> tuple[Tensor, Any]: ...
 @overload
@@ -89,6 +93,7 @@ def per_sample_norms(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    sharded: Any = None,
     group: Group | None = None,
 ) -> tuple[P, Any]: ...
 @overload
@@ -106,6 +111,7 @@ def per_sample_norms(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    sharded: Any = None,
     group: Group | None = None,
 ) -> Any: ...
 
@@ -126,6 +132,7 @@ def per_sample_norms(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    sharded: Any = None,
     group: Any = None,
 ) -> Any:
     """The norm of every sample's gradient, at about the price of one backward pass.
@@ -147,6 +154,7 @@ def per_sample_norms(
             needs the activations of all samples, so that `max_bytes` has no effect then, and `progress` neither.
         has_aux: `fn` returns `(loss, aux)`; aux comes back with a leading sample axis, zeros where not `valid`.
         chunk_size, max_bytes, progress: as for `per_sample_grads`.
+        sharded: parameters in pieces, as for `clipped_grad`.
         group: processes that share a batch, as for `clipped_grad`. The norms are of this rank's samples; if a rank
             raises, all do.
 
@@ -170,6 +178,9 @@ def per_sample_norms(
         raise ArgumentError(
             "differentiable=True, but no leaf of params or batch requires grad\n  call requires_grad_() on some first."
         )
+    shards = None if sharded is None else shards_of(sharded, params, max_bytes)
+    if attached and shards is not None:
+        raise ArgumentError("sharded is given with differentiable=True, which knows of no other rank\n  drop one.")
     if attached and group is not None and group.lockstep is not None:
         raise ArgumentError(
             "differentiable=True, and the parameters of a model under fully_shard are there for a layer at a time\n"
@@ -181,8 +192,16 @@ def per_sample_norms(
     else:
         shown = "per_sample_norms" if progress else None
         norms, outcome = stream(
-            Norms(per_param), problem, chunk_size=chunk_size, max_bytes=max_bytes, progress=shown, ranks=group
+            Norms(per_param or shards is not None),
+            problem,
+            chunk_size=chunk_size,
+            max_bytes=max_bytes,
+            progress=shown,
+            ranks=group,
         )
+        if shards is not None:
+            norms = shards.whole_norms(norms)
+            norms = norms if per_param else [norm_of_norms(norms)]
     norms = [there.among_zeros(t) for t in norms]
     result = optree.tree_unflatten(problem.params_spec, norms) if per_param else norms[0]
     return there.with_aux(result, outcome)

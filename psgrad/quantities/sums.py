@@ -15,8 +15,10 @@ from ..engine.ladder import differentiating, join
 from ..engine.problem import Problem
 from ..engine.validate import validated
 from ..errors import ArgumentError, ArgumentTypeError
+from ..factors.numerics import norm_of_norms
 from ..processes.agreed import agreed
 from ..processes.ranks import Ranks
+from ..processes.shards import Shards, shards_of
 from ..processes.sums import Sums
 from ..streaming.blocks import Block, add_sums, blocks_joined, gathered, norms_of_block, norms_of_param
 from ..streaming.stream import (
@@ -57,6 +59,7 @@ def weighted_grad(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    sharded: Any = None,
     group: Group | None = None,
 ) -> P: ...
 @overload
@@ -73,6 +76,7 @@ def weighted_grad(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    sharded: Any = None,
     group: Group | None = None,
 ) -> tuple[P, Any]: ...
 
@@ -92,6 +96,7 @@ def weighted_grad(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    sharded: Any = None,
     group: Any = None,
 ) -> Any:
     """The sum over n of weights[n] times the gradient of sample n.
@@ -112,6 +117,7 @@ def weighted_grad(
         weights: (N,), or a function of the norms.
         valid: (N,) booleans; the other samples do not run.
         has_aux: `fn` returns `(loss, aux)`; aux comes back with a leading sample axis, zeros where not `valid`.
+        sharded: parameters in pieces, as for `clipped_grad`; it matters to a function of the norms.
         group: processes that share a batch, as for `clipped_grad`: the sum is over the samples of all ranks, `weights`
             are those of this rank's. A function of the norms is called once on every rank, with the norms of its own
             samples, perhaps none; it may itself talk to the other ranks.
@@ -133,7 +139,13 @@ def weighted_grad(
         return _layer_by_layer(group, there, weights, options)
     across = None if group is None else Sums(group, metas(problem), lambda: problem.n)
     if callable(weights):
-        one = KeptSums(_GivenWeights(there, weights), across)
+        shards = None if sharded is None else shards_of(sharded, params, max_bytes)
+        if shards is not None and chunk_size is not None and chunk_size < problem.n:
+            raise ArgumentError(
+                "sharded, chunk_size and a function of the norms are given, which takes two passes\n"
+                "  give weights, from per_sample_norms(..., sharded=...), or no chunk_size."
+            )
+        one = KeptSums(_GivenWeights(there, weights, shards), across)
         step = plan(one, problem, **options)
         assert isinstance(step, int)
         with differentiating(problem):
@@ -262,10 +274,13 @@ class _Rehearsed(Weigh):
 class _GivenWeights(Weigh):
     """By the user's function, which sees the norms of all samples."""
 
-    def __init__(self, there: Counted, function: Callable[[Tensor], Any]) -> None:
-        self.there, self.function = there, function
+    def __init__(self, there: Counted, function: Callable[[Tensor], Any], shards: Shards | None = None) -> None:
+        self.there, self.function, self.shards = there, function, shards
+        self.per_param = shards is not None
 
     def __call__(self, norms: list[Tensor], count: int) -> tuple[list[Tensor], Weights]:
+        if self.shards is not None and len(norms[0]):  # without samples nobody has anything to say
+            norms = [norm_of_norms(self.shards.whole_norms(norms))]
         w = _checked_weights(self.function(self.there.among_zeros(norms[0])), self.there)
         return norms, Weights([w] * count)
 

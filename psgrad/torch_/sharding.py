@@ -8,7 +8,8 @@ met: to import torch.distributed.fsdp takes longer than to import psgrad.
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from typing import Any
 
 import optree
@@ -19,10 +20,15 @@ from . import levels
 from .autograd import without_modes
 from .modules import Home, parameters_of
 
-_NAMES = {  # by their owner, as far as they are there before a model has run
-    "FSDPModule": ("_get_fsdp_state", "reset_iter_state"),
-    "FSDPState": ("_lazy_init", "_pre_backward", "_register_pre_backward_hook", "_root_pre_forward"),
-    "FSDPParamGroup": (
+_NAMES: dict[tuple[str, str], Sequence[str]] = {  # by module and class, as far as they are there before a model has run
+    ("_fully_shard", "FSDPModule"): ("_get_fsdp_state", "reset_iter_state"),
+    ("_fully_shard._fsdp_state", "FSDPState"): (
+        "_lazy_init",
+        "_pre_backward",
+        "_register_pre_backward_hook",
+        "_root_pre_forward",
+    ),
+    ("_fully_shard._fsdp_param_group", "FSDPParamGroup"): (
         "_register_post_backward_hook",
         "_to_sharded",
         "is_unsharded",
@@ -34,7 +40,7 @@ _NAMES = {  # by their owner, as far as they are there before a model has run
         "unshard",
         "wait_for_unshard",
     ),
-    "FSDPParam": ("init_unsharded_param",),
+    ("_fully_shard._fsdp_param", "FSDPParam"): ("init_unsharded_param",),
 }
 
 
@@ -46,20 +52,13 @@ def is_sharded(module: object) -> bool:
 
 def missing() -> list[str]:
     """The private names of FSDP2 that this torch does not have."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group, _fsdp_state
-
-    homes: dict[str, Any] = {
-        "FSDPModule": sys.modules["torch.distributed.fsdp"],
-        "FSDPState": _fsdp_state,
-        "FSDPParamGroup": _fsdp_param_group,
-        "FSDPParam": _fsdp_param,
-    }
-    return [
-        f"{owner}.{name}"
-        for owner, names in _NAMES.items()
-        for name in names
-        if not hasattr(getattr(homes[owner], owner, None), name)
-    ]
+    gone = []
+    for (home, owner), names in _NAMES.items():
+        with contextlib.suppress(ImportError):
+            found = getattr(import_module(f"torch.distributed.fsdp.{home}"), owner, None)
+            names = [name for name in names if not hasattr(found, name)]
+        gone += [f"{owner}.{name}" for name in names]
+    return gone
 
 
 class ShardedParam:
