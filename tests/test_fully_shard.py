@@ -120,6 +120,12 @@ def _layers(rank: int, size: int, kind: str, sizes: list[int], shape: tuple[int,
         "clipped": whole(step.grad),
         "norms": step.norms.tolist(),
         "count": step.count,
+        "little": whole(psgrad.clipped_grad(fn, params, own, 0.5, max_bytes=20_000, group=group).grad),
+        "little by norm": whole(
+            psgrad.weighted_grad(fn, params, own, lambda norms: 1 / norms, max_bytes=20_000, group=group)
+        ),
+        "little weighted": whole(psgrad.weighted_grad(fn, params, own, given, max_bytes=20_000, group=group)),
+        "little norms": psgrad.per_sample_norms(fn, params, own, max_bytes=20_000, group=group).tolist(),
         "chunks": whole(psgrad.clipped_grad(fn, params, own, 0.5, chunk_size=5, group=group).grad),
         "weighted": whole(psgrad.weighted_grad(fn, params, own, given, group=group)),
         "by norm": whole(psgrad.weighted_grad(fn, params, own, lambda norms: 1 / norms, group=group)),
@@ -173,11 +179,13 @@ def test_layer_by_layer(kind: str, sizes: list[int], shape: tuple[int, ...]) -> 
     for rank, one in enumerate(found):
         at = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
         assert one["count"] == 24
-        for name in ("clipped", "chunks"):
+        for name in ("clipped", "chunks", "little"):
             assert_close(one[name], step.grad, 2e-6)
-        assert_close(one["weighted"], weighted, 2e-6)
-        assert_close(one["by norm"], by_norm, 2e-6)
-        for name in ("norms", "only norms"):
+        for name in ("weighted", "little weighted"):
+            assert_close(one[name], weighted, 2e-6)
+        for name in ("by norm", "little by norm"):
+            assert_close(one[name], by_norm, 2e-6)
+        for name in ("norms", "only norms", "little norms"):
             assert_close(one[name], step.norms[at], 2e-6)
         assert_close(one["gram"], products[at], 2e-6)
         assert_close(one["mean"], stats.mean, 2e-6)
@@ -390,7 +398,12 @@ def _refused(rank: int, size: int) -> Any:
     doubled = {name: p * 2 for name, p in params.items()}
     found = {}
     for name, call in {
-        "max_bytes": lambda: psgrad.clipped_grad(fn, params, own, 0.5, max_bytes="1GB", group=group),
+        "max_bytes": lambda: psgrad.gram(fn, params, own, max_bytes="1GB", group=group),
+        "bounds": lambda: psgrad.clipped_grad(
+            fn, params, own, {"table": 1.0, "blocks": 1.0, "scale": 1.0, "head": 1.0}, max_bytes="1GB", group=group
+        ),
+        "little": lambda: psgrad.clipped_grad(fn, params, own, 0.5, max_bytes=100, group=group),
+        "stats": lambda: psgrad.grad_stats(fn, params, own, max_bytes="1GB", group=group),
         "group": lambda: psgrad.per_sample_norms(fn, params, own, group=alone),
         "params": lambda: psgrad.per_sample_norms(fn, doubled, own, group=group),
         "has_aux": lambda: psgrad.per_sample_norms(fn, params, own, has_aux=True, group=group),
@@ -418,6 +431,7 @@ def test_what_is_refused_and_what_is_not() -> None:
     model, batch = net("")
     fn, params = psgrad.from_module(model, tokens_loss)
     for rank, one in enumerate((first, second)):
+        assert one.pop("little").startswith("max_bytes=100 is too little: one sample at a time needs ")
         at = slice(12 * rank, 12 * rank + 12)
         assert_close(one.pop("kept"), psgrad.gram(fn, params, batch)[at], 2e-6)
         some = {name: p for name, p in params.items() if name.startswith("blocks.1.")}
@@ -425,8 +439,12 @@ def test_what_is_refused_and_what_is_not() -> None:
         assert one == {
             "group": f"params['scale'] is sharded over ranks [0, 1], and the group has [{rank}]\n"
             "  give a group of all ranks of the model's mesh, such as torch.distributed.group.WORLD.",
-            "max_bytes": "max_bytes is given, and for a model under fully_shard what a pass takes is not known before "
-            "it runs\n  give chunk_size: how many samples run at once.",
+            "max_bytes": "gram with a group keeps the factors of all samples, which max_bytes does not bound\n"
+            "  give chunk_size, for what runs at once, or no group.",
+            "bounds": "max_bytes and several bounds are given, and a model under fully_shard takes one weight for all "
+            "parameters then\n  give one bound, or chunk_size.",
+            "stats": "max_bytes is given, and for a model under fully_shard this keeps the factors of all samples\n"
+            "  give chunk_size: how many samples run at once.",
             "params": "params['scale'] is not the model's own, and a model under fully_shard runs on its "
             "own alone\n  give what from_module returned; load other values into the model.",
             "has_aux": "has_aux is given, and from_module's fn returns the loss alone\n  drop has_aux.",
@@ -531,3 +549,79 @@ def test_ranks_that_run_layers_in_different_orders() -> None:
     model, batch = net("orders")
     norms = psgrad.per_sample_norms(*psgrad.from_module(model, tokens_loss), batch)
     assert_close([*first[1], *second[1]], norms, 2e-6)
+
+
+# ---- where memory is short ---------------------------------------------------------------------------------
+
+
+def _two_passes(rank: int, size: int, what: str) -> Any:
+    """How many passes there are, and one rank that fails in the very last."""
+    model, batch = sharded("", (2,))
+    fn, params = psgrad.from_module(model, tokens_loss)
+    own, group = part(batch, rank, [16, 8]), dist.group.WORLD
+    runs: list[int] = []
+    last = [10**6]
+
+    def counting(module: nn.Module, args: Any, output: Tensor) -> Any:
+        runs.append(len(output.shape))
+        if len(runs) < last[0]:
+            return None
+        if what == "forward":
+            raise RuntimeError("no way on")
+        return _RaisesInBackward.apply(output)
+
+    model.blocks[1].up.register_forward_hook(counting)
+    found = []
+    for most in ("1GB", 20_000):
+        psgrad.clipped_grad(fn, params, own, 0.5, max_bytes=most, group=group)
+        runs.clear()
+        step = psgrad.clipped_grad(fn, params, own, 0.5, max_bytes=most, group=group)
+        found.append((len(runs), whole(step.grad)))
+    last[0] = len(runs) if rank == 0 else last[0]  # which has most samples: the others run on zeros by then
+    runs.clear()
+    try:
+        psgrad.clipped_grad(fn, params, own, 0.5, max_bytes=20_000, group=group)
+        said = "nothing"
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    last[0] = 10**6
+    after = psgrad.clipped_grad(fn, params, own, 0.5, max_bytes=20_000, group=group)
+    return found, said, whole(after.grad), ordinary_step(model, part(batch, 0, [6]))
+
+
+@pytest.mark.parametrize("what", ["forward", "backward"])
+def test_two_passes_and_a_rank_that_fails_in_the_last(what: str) -> None:
+    found = run(_two_passes, 2, what)
+    model, batch = net("")
+    alone = psgrad.clipped_grad(*psgrad.from_module(model, tokens_loss), batch, 0.5).grad
+    said = "RuntimeError: no way on" if what == "forward" else "RuntimeError: no way back"
+    for rank, (steps, error, after, ordinary) in enumerate(found):
+        (at_once, _), (in_chunks, _) = steps
+        assert at_once == 2 + 2  # two that measure, then norms and sums
+        assert in_chunks > 2 + 2
+        assert in_chunks == found[0][0][1][0]
+        for _, grad in steps:
+            assert_close(grad, alone, 2e-6)
+        assert error == (said if rank == 0 else f"RemoteError: rank 0: {said}")
+        assert_close(after, alone, 2e-6)
+        assert ordinary == found[0][3]
+
+
+def _same_draws(rank: int, size: int) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+    fully_shard(model[0])
+    fully_shard(model)
+    fn, params = psgrad.from_module(model, F.cross_entropy)
+    x, y = torch.randn(6, 4), torch.zeros(6, dtype=torch.long)
+    torch.manual_seed(7 + rank)
+    own = (x, y) if rank == 0 else (x[:0], y[:0])
+    summed = psgrad.weighted_grad(
+        fn, params, tuple(t[:1] for t in own), lambda n: 1 / n, max_bytes="1GB", group=dist.group.WORLD
+    )
+    return float(sum(g.full_tensor().square().sum() for g in summed.values()).sqrt())  # type: ignore[union-attr, attr-defined]
+
+
+def test_both_passes_draw_the_same() -> None:
+    """One sample over its own norm has norm 1, if norm and gradient are of the same draw."""
+    assert run(_same_draws, 2) == pytest.approx([1.0, 1.0], abs=1e-5)

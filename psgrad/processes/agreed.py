@@ -27,7 +27,7 @@ def agreed(function: C) -> C:
         params = args[1] if len(args) > 1 else kwargs.get("params")
         with Ranks(group, function.__name__, params, kwargs.get("randomness", "different")) as ranks:
             if any(map(is_dtensor, ranks.leaves)):
-                whole = _whole(ranks, getattr(fn, "psgrad_layers", None))
+                whole = _whole(ranks, getattr(fn, "psgrad_layers", None), kwargs.get("max_bytes") is not None)
                 if len(args) > 1:
                     args = (args[0], whole, *args[2:])
                 else:
@@ -37,13 +37,13 @@ def agreed(function: C) -> C:
     return cast(C, call)
 
 
-def _whole(ranks: Ranks, layers: Any) -> Any:
+def _whole(ranks: Ranks, layers: Any, is_bounded: bool) -> Any:
     """The parameters without pieces: whole at once, or for a model under fully_shard while a layer is gathered."""
     if layers is None:
         return ranks.gathered()
     params: Any = optree.tree_unflatten(ranks.spec, ranks.leaves)
     layers.check(params, ranks.group)
-    ranks.in_pieces(is_prepared=layers.is_prepared, knows_order=layers.schedule is not None)
+    ranks.in_pieces(is_prepared=layers.is_prepared, knows_order=sorted(layers.schedules), is_bounded=is_bounded)
     ranks.lockstep = Lockstep(ranks, layers)
     with ranks.in_touch():
         layers.prepare()

@@ -2,7 +2,7 @@
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError
 from ..torch_ import sharding
-from ..torch_.sharding import Unit, Units
+from ..torch_.sharding import Event, Unit, Units
 from .placed import is_dtensor
 
 
@@ -47,7 +47,8 @@ class Layers:
                 )
         self.names = {id(param): name for name, param in self.params.items()}
         self.held: Mapping[str, Tensor] = {}  # what stands in for parameters in this pass
-        self.schedule: list[Unit] | None = None  # the units in the order in which a pass gathers them
+        # the collectives of a pass in their order, without and with sums that are scattered as they come
+        self.schedules: dict[bool, list[Event]] = {}
         self.is_prepared = False
         self.is_passing = False  # inside a pass
 
@@ -63,6 +64,11 @@ class Layers:
             )
         members = sorted(dist.get_process_group_ranks(group))
         for name, t in params.items():
+            if self.params[name].accumulates:
+                raise ArgumentError(
+                    f"params[{name!r}] has a gradient that FSDP2 is still to reduce, as between backwards of one step\n"
+                    "  finish that step first."
+                )
             own = self.params[name].own
             if not is_dtensor(t) or t.to_local().data_ptr() != own.to_local().data_ptr():
                 raise ArgumentError(
@@ -86,29 +92,39 @@ class Layers:
         """The whole tensors of `params`, which have memory while FSDP2 has them gathered."""
         return {name: self.params[name].gathered() for name in params}
 
+    def largest_sums(self) -> int:
+        """Bytes of the sums of the largest unit."""
+        return max(sum(4 * int(param.own.numel()) for param in unit.params) for unit in self.units.all)
+
     @contextlib.contextmanager
-    def passing(self) -> Iterator[None]:
-        """Around one pass. Whatever happens in it, this rank takes part in all its gathers."""
-        is_whole, self.is_passing = False, True
+    def passing(self, scatter: Callable[[Unit, bool], None] | None = None) -> Iterator[None]:
+        """Around one pass. Whatever happens in it, this rank takes part in all its collectives.
+
+        `scatter` sends the sums of a unit whose backward is over, or zeros.
+        """
+        is_whole, self.is_passing, kind = False, True, scatter is not None
         try:
-            with self.units.passing(self._put):
+            with self.units.passing(self._put, None if scatter is None else lambda unit: scatter(unit, True)):
                 yield
             is_whole = True
         finally:
             self.held, self.is_passing = {}, False
             self.units.reset()
             if is_whole:
-                self.schedule = self.units.issued
+                self.schedules[kind] = self.units.issued
             elif not self.units.is_broken:
-                left = (self.schedule or [])[len(self.units.issued) :]
-                for unit in left:
-                    unit.gather()
+                left = self.schedules.get(kind, [])[len(self.units.issued) :]
+                for unit, is_scatter in left:
+                    if is_scatter and scatter is not None:
+                        scatter(unit, False)
+                    else:
+                        unit.gather()
                 self.units.issued += left
 
     def order(self) -> int:
         """A number that tells in which order the last pass has gathered."""
         places = {id(unit): k for k, unit in enumerate(self.units.all)}
-        return hash(tuple(places[id(unit)] for unit in self.units.issued)) & 0x7FFFFFFF
+        return hash(tuple((places[id(unit)], is_scatter) for unit, is_scatter in self.units.issued)) & 0x7FFFFFFF
 
     def _put(self, unit: Unit) -> None:
         """Let the modules hold what stands in for their parameters; what is not asked for is a constant."""
@@ -118,15 +134,18 @@ class Layers:
                 home[key] = param.gathered() if t is None else t
 
 
-_LAYERS: "weakref.WeakKeyDictionary[torch.nn.Module, Layers]" = weakref.WeakKeyDictionary()
+# Layers hold their model, so that here they are held by those who use them alone.
+_LAYERS: "weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Layers]]" = weakref.WeakKeyDictionary()
 
 
 def layers_of(model: torch.nn.Module) -> Layers:
     """The layers of a model, the same ones as long as it has the same parameters."""
-    known = _LAYERS.get(model)
+    kept = _LAYERS.get(model)
+    known = None if kept is None else kept()
     if known is not None and [id(param.own) for param in known.params.values()] == [
         id(p) for name, p in model.named_parameters() if name in known.params
     ]:
         return known
-    _LAYERS[model] = found = Layers(model)
+    found = Layers(model)
+    _LAYERS[model] = weakref.ref(found)
     return found

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..engine.batched import Outcome, run_pass
-from ..engine.collectors import Collector, FactorCollector
+from ..engine.collectors import Collector, FactorCollector, NormCollector, SumCollector
 from ..engine.ladder import Group, generators_kept
 from ..engine.mode import RunOptions
 from ..engine.problem import Problem
@@ -25,6 +25,7 @@ from ..registry.params import Param, Source
 from ..torch_.compiler import CompilerLoaded
 from ..torch_.storage import storage_of
 from .layers import Layers
+from .pieces import Pieces
 from .ranks import Ranks
 
 
@@ -42,6 +43,7 @@ class Lockstep:
     def __init__(self, ranks: Ranks, layers: Layers) -> None:
         self.ranks, self.layers = ranks, layers
         self.order = 0  # in which the last pass has gathered
+        self.pieces: Pieces | None = None  # where sums go as they come
         ranks.rounds.append(self)
 
     def run(self, problem: Problem, make: Callable[[Problem], Any]) -> Iterator[Group[Any]]:
@@ -78,38 +80,65 @@ class Lockstep:
 
     def finish(self, problem: Problem) -> None:
         """Run as many passes more as other ranks need."""
+        self.rest(problem)
+        self.ranks.rounds.remove(self)
+
+    def rehearse(self, problem: Problem, n: int) -> None:
+        """A pass on n rows of zeros on all ranks, for somebody who measures."""
+        self._step(has_work=True)
+        self._learn(problem)
+        rows = _zeros(problem, n)
+        with generators_kept(problem):
+            self._pass(rows, NormCollector(rows.params, n, reduces_early=False), RunOptions(save_memory=True))
+
+    def rest(self, problem: Problem) -> None:
+        """The same between two rounds of passes."""
         while self._step(has_work=False):
             self._learn(problem)
             self._idle(problem)
-        self.ranks.rounds.remove(self)
+
+    def scattering(self, params: list[Tensor]) -> Pieces:
+        """From here on a pass sums, and its sums are scattered as they come."""
+        self.pieces = Pieces(self.ranks, self.layers, params)
+        return self.pieces
 
     def abandon(self) -> None:
         self._agree(False, True)
 
     def _learn(self, problem: Problem) -> None:
         """Find out in which order a pass gathers, once for a model, by a pass on zeros on all ranks."""
-        if self.layers.schedule is None:
+        if (self.pieces is not None) not in self.layers.schedules:
             self._idle(problem)
 
     def _idle(self, problem: Problem) -> None:
         """A pass on a row of zeros, for the others' sake. It changes nothing, and its failure is nobody's."""
-        zeros = [t.new_zeros(1, *t.shape[1:]) if b else t for t, b in zip(problem.batch, problem.batched, strict=True)]
-        one = problem._replace(batch=zeros, n=1, seed=None, own_batch=True, lasting=True, reached=[])
+        one = _zeros(problem, 1)
         with generators_kept(problem):
             try:
-                self._pass(one, FactorCollector(one.params, 1), RunOptions(save_memory=True))
+                self._pass(one, self._idle_collector(one), RunOptions(save_memory=True))
             except (Exception, Signal):
-                if self.layers.schedule is None:
+                if (self.pieces is not None) not in self.layers.schedules:
                     raise
+
+    def _idle_collector(self, one: Problem) -> Collector:
+        if self.pieces is None:
+            return FactorCollector(one.params, 1)
+        return SumCollector(one.params, 1, one.params[0].new_zeros(1))  # a weight of zero: nothing is added
 
     def _pass(self, part: Problem, collector: Collector, options: RunOptions) -> Outcome:
         _copy_parameters(collector)
+        scatter = None if self.pieces is None else self.pieces.of(collector)
+        is_good = False
         try:
-            with self.layers.passing():
-                return run_pass(part, collector, options)
+            with self.layers.passing(scatter):
+                outcome = run_pass(part, collector, options)
+            is_good = True
+            return outcome
         finally:
             self.order = self.layers.order()
-            self.ranks.over = self.layers.units.is_broken
+            self.ranks.over = self.layers.units.is_broken or self.ranks.over
+            if self.pieces is not None and not self.ranks.over:
+                self.pieces.scatter_rest(collector if is_good else None)
 
     def _step(self, has_work: bool) -> bool:
         """Whether some rank has work. Raises where one has failed."""
@@ -130,6 +159,12 @@ class Lockstep:
         with self.ranks.in_touch():
             dist.all_reduce(said, dist.ReduceOp.MAX, group=self.ranks.group)
         return [int(number) for number in said.tolist()]
+
+
+def _zeros(problem: Problem, n: int) -> Problem:
+    """The problem with n samples of zeros."""
+    zeros = [t.new_zeros(n, *t.shape[1:]) if b else t for t, b in zip(problem.batch, problem.batched, strict=True)]
+    return problem._replace(batch=zeros, n=n, seed=None, own_batch=True, lasting=True, reached=[])
 
 
 def _copy_parameters(collector: Collector) -> None:

@@ -22,6 +22,13 @@ class Place(NamedTuple):
         found: Tensor = tensor.distribute_tensor(whole, self.mesh, self.placements, src_data_rank=None)
         return found
 
+    def summed(self, total: Tensor) -> Tensor:
+        """This rank's piece of the sum of what all ranks of the mesh have: a collective."""
+        tensor: Any = sys.modules["torch.distributed.tensor"]
+        partial = tensor.DTensor.from_local(total, self.mesh, [tensor.Partial()] * self.mesh.ndim, run_check=False)
+        found: Tensor = partial.redistribute(self.mesh, self.placements)
+        return found
+
 
 def is_dtensor(t: object) -> bool:
     tensor = sys.modules.get("torch.distributed.tensor")  # where nobody has loaded it, there are none

@@ -1,8 +1,6 @@
 """Sums over all ranks, parameter by parameter, each in pieces as the parameter is."""
 
-import sys
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,17 +57,10 @@ class Scatter:
                 dist.all_reduce(total, group=self.ranks.group)
                 found = total
             else:
-                found = self._scattered(i, total)
+                place = self.ranks.places[i]
+                assert place is not None
+                found = place.summed(total)
         self.todo.pop(0)
-        return found
-
-    def _scattered(self, i: int, total: Tensor) -> Tensor:
-        tensor: Any = sys.modules["torch.distributed.tensor"]
-        place = self.ranks.places[i]
-        assert place is not None
-        summands = [tensor.Partial()] * place.mesh.ndim
-        partial = tensor.DTensor.from_local(total, place.mesh, summands, run_check=False)
-        found: Tensor = partial.redistribute(place.mesh, place.placements)
         return found
 
     def _end(self, numbers: Tensor | None, failed: bool = False) -> list[float]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..annotations import Group, Nonfinite, P, Randomness
 from ..engine.validate import validated
+from ..errors import ArgumentError
 from ..processes.agreed import agreed
 from ..processes.ranks import Ranks
 from ..processes.shards import Shards, shards_of
@@ -199,6 +200,8 @@ def _layer_by_layer(
 ) -> ClippedGrad[Any, Any]:
     """The same for a model under fully_shard: factors are kept, and sums are made parameter by parameter."""
     problem = there.problem
+    if max_bytes is not None:
+        return _in_two_passes(ranks, there, bounds, clip, chunk_size, max_bytes)
     kept, outcome = factored(problem, chunk_size=chunk_size, max_bytes=max_bytes, ranks=ranks)
     blocks = list(kept._blocks)
     del kept
@@ -210,6 +213,31 @@ def _layer_by_layer(
     return ClippedGrad(
         optree.tree_unflatten(problem.params_spec, leaves),
         norms[0] if bounds.spec is None else optree.tree_unflatten(bounds.spec, norms),
+        there.among_zeros(outcome.values),
+        ranks.count,
+        bounds.sensitivity,
+    )
+
+
+def _in_two_passes(
+    ranks: Ranks, there: Counted, bounds: Bounds, clip: "Clip", chunk_size: Any, max_bytes: Any
+) -> ClippedGrad[Any, Any]:
+    """The same where memory is short: norms first, then the gradient of the weighted losses. No factor is kept."""
+    if clip.per_param:
+        raise ArgumentError(
+            "max_bytes and several bounds are given, and a model under fully_shard takes one weight for all parameters "
+            "then\n  give one bound, or chunk_size."
+        )
+    problem = there.problem
+    options: dict[str, Any] = {"chunk_size": chunk_size, "max_bytes": max_bytes, "ranks": ranks}
+    found, outcome = stream(TwoPasses(clip), problem, **options)
+    (norms,) = (there.among_zeros(t) for t in found.all_norms(problem, 1))
+    if clip.nonfinite == "raise" and not clip.good:
+        refuse_nonfinite(norms.isfinite())
+    ranks.agree(problem.n - clip.left_out)
+    return ClippedGrad(
+        optree.tree_unflatten(problem.params_spec, ranks.lockstep.pieces.result()),
+        norms,
         there.among_zeros(outcome.values),
         ranks.count,
         bounds.sensitivity,

@@ -591,6 +591,7 @@ class Factors(Quantity[list[tuple[list[Block], int]], list[tuple[list[Block], in
     """The factors of all chunks, kept; with the number of samples of each."""
 
     name = "factored"
+    keeps_all = True
 
     def start(self, whole: Problem, step: int) -> list[tuple[list[Block], int]]:
         return []

@@ -162,6 +162,11 @@ def _layer_by_layer(ranks: Ranks, there: Counted, weights: Any, options: dict[st
     """The same for a model under fully_shard: factors are kept, and sums are made parameter by parameter."""
     problem = there.problem
     w = None if callable(weights) else _checked_weights(weights, there)
+    if options["max_bytes"] is not None:
+        bounded: Any = TwoPasses(_GivenWeights(there, weights)) if w is None else WeightedSums(w)
+        stream(bounded, problem, ranks=ranks, **options)
+        ranks.agree(problem.n)
+        return optree.tree_unflatten(problem.params_spec, ranks.lockstep.pieces.result())
     kept, _ = stream(Factors(), problem, ranks=ranks, **options)
     blocks = list(blocks_joined(kept, problem.params[0].device))
     del kept

@@ -35,6 +35,7 @@ class Quantity(Generic[State, Result]):
 
     name = ""  # what the planner remembers its measurements by
     has_sums = False  # over samples: chunks then hold sums of their own, which a run of all samples at once does not
+    keeps_all = False  # what is held grows with every chunk
     looks_first = False  # a pass over all chunks comes before: `look` at each, then `decide`
 
     def start(self, whole: Problem, step: int) -> State:
@@ -157,21 +158,57 @@ def fold(
 def in_lock_step(
     quantity: Quantity[Any, Result], problem: Problem, chunk_size: int | None, max_bytes: Any, lockstep: Any
 ) -> tuple[Result, Outcome]:
-    """The quantity of a model under fully_shard: all ranks run as many passes as the one with most to do."""
-    if max_bytes is not None:
-        raise ArgumentError(
-            "max_bytes is given, and for a model under fully_shard what a pass takes is not known before it runs\n"
-            "  give chunk_size: how many samples run at once."
-        )
+    """The quantity of a model under fully_shard: all ranks run as many passes as the one with most to do.
+
+    Sums are not in the result: they are scattered as they come, and are in `lockstep.pieces`.
+    """
     if problem.has_aux:
         raise ArgumentError("has_aux is given, and from_module's fn returns the loss alone\n  drop has_aux.")
-    check_step(problem, chunk_size, max_bytes)
-    step = min(chunk_size or problem.n, problem.n)
+    bound = check_step(problem, chunk_size, max_bytes)
+    if bound is not None and quantity.keeps_all:
+        raise ArgumentError(
+            "max_bytes is given, and for a model under fully_shard this keeps the factors of all samples\n"
+            "  give chunk_size: how many samples run at once."
+        )
     with differentiating(problem):
+        step = min((chunk_size or problem.n) if bound is None else _rehearsed(lockstep, problem, bound), problem.n)
         state = quantity.start(problem, step)
-        outcomes = [quantity.add(state, rows, chunk, lockstep.run) for rows, chunk in chunks(problem, step)]
+        draws: list[Any] = []
+        outcomes: list[Outcome] = []
+        if quantity.looks_first:
+            for _, chunk in chunks(problem, step):
+                draws.append(generators(problem.params))
+                outcomes.append(quantity.look(state, chunk, lockstep.run))
+            lockstep.rest(problem)
+            quantity.decide(state)
+        after = generators(problem.params)
+        if quantity.has_sums:
+            lockstep.scattering(problem.params)
+        for k, (rows, chunk) in enumerate(chunks(problem, step)):
+            if draws:
+                rewind(draws[k])  # both passes draw the same numbers
+            outcomes.append(quantity.add(state, rows, chunk, lockstep.run))
+        if draws:
+            rewind(after)
+            del outcomes[len(draws) :]
         lockstep.finish(problem)
         return quantity.finish(state), joined(problem, outcomes)
+
+
+def _rehearsed(lockstep: Any, problem: Problem, bound: int) -> int:
+    """How many samples at once stay within `bound` bytes, by passes on one and on two rows of zeros.
+
+    What FSDP2 has gathered does not count; the sums of a unit, which wait to be scattered, do.
+    """
+    peaks = []
+    for n in (1, 2):
+        with budget.Meter([t for t in (*problem.params, *problem.batch) if isinstance(t, Tensor)]) as meter:
+            lockstep.rehearse(problem, n)
+        peaks.append(meter.peak + lockstep.layers.largest_sums())
+    one, two = map(int, peaks)
+    if one > bound:
+        raise budget.TooLittle(bound, one, "one sample at a time needs").error()
+    return 1 + (bound - one) // max(two - one, 1)
 
 
 def chunks(problem: Problem, step: int, bar: Bar | None = None) -> Iterator[tuple[slice, Problem]]:

@@ -10,7 +10,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -42,6 +42,9 @@ _NAMES: dict[tuple[str, str], Sequence[str]] = {  # by module and class, as far 
     ),
     ("_fully_shard._fsdp_param", "FSDPParam"): ("init_unsharded_param",),
 }
+
+
+_NOTHING = object()
 
 
 def is_sharded(module: object) -> bool:
@@ -80,6 +83,11 @@ class ShardedParam:
         local = self.param._sharded_local_tensor
         return not hasattr(local, "fsdp_post_all_gather") and self.param._unsharded_dtensor_spec is None
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether a gradient waits to be reduced: the model is between two backwards of one step."""
+        return self.param.unsharded_accumulated_grad is not None
+
     def gathered(self) -> Tensor:
         """The whole parameter, whose memory is there while FSDP2 has it gathered. The same tensor always."""
         whole: Tensor = self.param._unsharded_param.detach()
@@ -100,6 +108,13 @@ class Unit:
         self.group._to_sharded()
 
 
+class Event(NamedTuple):
+    """A unit is gathered, or its sums are scattered."""
+
+    unit: Unit
+    is_scatter: bool
+
+
 class Units:
     """The units of a model, in the order of its modules."""
 
@@ -108,7 +123,7 @@ class Units:
         states = {id(s): s for m in model.modules() if is_sharded(m) for s in [m._get_fsdp_state()]}  # type: ignore[operator]
         self.states = list(states.values())
         self.all = [Unit(group) for state in self.states for group in state._fsdp_param_groups]
-        self.issued: list[Unit] = []  # that were gathered in this pass
+        self.issued: list[Event] = []  # the collectives of this pass
         self.is_broken = False  # a gather of this pass has failed, as when a process has died
 
     def prepare(self) -> None:
@@ -124,19 +139,23 @@ class Units:
         root.reset_iter_state()
 
     @contextlib.contextmanager
-    def passing(self, put: Callable[[Unit], None]) -> Iterator[None]:
-        """Around a forward and a backward: hooks run outside vmap and modes; `put` is called where a unit is whole."""
+    def passing(self, put: Callable[[Unit], None], after: Callable[[Unit], None] | None) -> Iterator[None]:
+        """Around a forward and a backward: hooks run outside vmap and modes.
+
+        `put` is called where a unit is whole before it runs, `after` where its backward is over.
+        """
         handles = [
             module.register_forward_pre_hook(lambda *_, unit=unit: put(unit))
             for unit in self.all
             for module in unit.modules
         ]
         self.issued, self.is_broken = [], False
-        changed: list[tuple[Any, str]] = []
+        changed: list[tuple[dict[str, Any], str, Any]] = []
 
-        def change(owner: Any, name: str, function: Any) -> None:
-            vars(owner)[name] = function  # before its class is asked
-            changed.append((owner, name))
+        def change(owner: Any, name: str, value: Any) -> None:
+            home = vars(owner)  # is asked before its class
+            changed.append((home, name, home.get(name, _NOTHING)))
+            home[name] = value
 
         try:
             for state in self.states:
@@ -144,8 +163,10 @@ class Units:
                 change(state, "_register_pre_backward_hook", _pre_backward_hook(state))
             for unit in self.all:
                 group = unit.group
-                for name in ("pre_forward", "post_forward", "reshard", "pre_backward", "post_backward"):
+                change(group, "reduce_grads", False)  # there are none of its own
+                for name in ("pre_forward", "post_forward", "reshard", "pre_backward"):
                     change(group, name, _unseen(getattr(group, name)))
+                change(group, "post_backward", self._ending(unit, group.post_backward, after))
                 change(group, "unshard", self._noting(unit, group.unshard))
                 change(group, "wait_for_unshard", self._noting(unit, group.wait_for_unshard))
                 change(group, "_register_post_backward_hook", _post_backward_hook(group))
@@ -153,8 +174,10 @@ class Units:
         finally:
             for handle in handles:
                 handle.remove()
-            for owner, name in changed:
-                vars(owner).pop(name, None)
+            for home, name, before in reversed(changed):
+                home[name] = before
+                if before is _NOTHING:
+                    del home[name]
 
     def _noting(self, unit: Unit, function: Callable[..., None]) -> Callable[..., None]:
         """`function` of a unit without modes, and noted whether it has begun to gather, or failed."""
@@ -168,9 +191,26 @@ class Units:
                 self.is_broken = True
                 raise
             if not is_pending and unit.group._all_gather_result is not None:
-                self.issued.append(unit)
+                self.issued.append(Event(unit, False))
 
         return noting
+
+    def _ending(self, unit: Unit, post_backward: Callable[..., None], after: Any) -> Callable[..., None]:
+        """`post_backward` of a unit without modes, and then `after`, which is a collective."""
+
+        def ending(*args: Any) -> None:
+            with without_modes():
+                post_backward(*args)
+                if after is None:
+                    return
+                self.issued.append(Event(unit, True))
+                try:
+                    after(unit)
+                except BaseException:
+                    self.is_broken = True
+                    raise
+
+        return ending
 
 
 def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
