@@ -150,12 +150,16 @@ class Ranks:
         if any(head.failed for head in self.heads):
             raise self.remote(self._exchange(None))
         if len({head.call for head in self.heads}) > 1:
-            said = "\n".join(f"  rank {rank}: {words}" for rank, words in self._exchange(", ".join(self.words)))
+            said = "\n".join(f"  rank {rank}: {words}" for rank, words in self._exchange(self._call()))
             raise ArgumentError(
                 f"the ranks of the group do not make the same call\n{said}\n"
                 "  every rank has to call the same function, with the same parameters and bounds, in the same order."
             )
         return self.heads
+
+    def _call(self) -> str:
+        """The call in words, for people to compare."""
+        return ", ".join(words if len(words) <= 200 else f"{words[:200]} ..." for words in self.words)
 
     # ---- collectives -------------------------------------------------------------------------------------
 
