@@ -24,7 +24,7 @@ _FORK = multiprocessing.get_context("fork")
 
 
 def _child(case: Callable[..., Any], rank: int, size: int, store: str, args: Any, timeout: float, pipe: Any) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     torch.set_num_threads(1)
     try:
         files = dist.FileStore(store, size)

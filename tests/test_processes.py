@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import psgrad
 from psgrad import testing
 from psgrad.factors import sum as sum_module
+from psgrad.processes import parcels
 from psgrad.processes import sums as sums_module
 
 from .processes import run
@@ -86,6 +87,7 @@ SIZES = [[12, 12], [20, 4], [24, 0], [10, 0, 13, 1]]
 
 
 def _quantities(rank: int, size: int, sizes: list[int]) -> Any:
+    warnings.simplefilter("error")  # no loop over samples
     fn, params, batch = problem()
     own, group = part(batch, rank, sizes), dist.group.WORLD
     step = psgrad.clipped_grad(fn, params, own, 0.5, group=group)
@@ -405,6 +407,33 @@ def test_all_ranks_raise_if_one_does(what: str, size: int) -> None:
             assert_close(after, alone)
 
 
+def _failing_gram(rank: int, size: int) -> Any:
+    """One rank fails at each of the stages of a Gram matrix: when it packs, when it unpacks, when it multiplies."""
+    fn, params, batch = problem()
+    own, group, found = part(batch, rank, [12, 12]), dist.group.WORLD, []
+    for home, name in ((parcels, "_packed"), (parcels, "_unpacked"), (sum_module.Sum, "dots")):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(home, name, _raising)
+            try:
+                psgrad.gram(fn, params, own, group=group)
+            except Exception as error:
+                found.append(f"{type(error).__name__}: {error}")
+    return found, psgrad.gram(fn, params, own, group=group).tolist()
+
+
+def _raising(*_: Any) -> Any:
+    raise MemoryError("no room")
+
+
+def test_all_ranks_raise_if_one_does_in_a_gram_matrix() -> None:
+    first, second = run(_failing_gram, 2)
+    assert first[0] == ["RemoteError: rank 1: MemoryError: no room"] * 3
+    assert second[0] == ["MemoryError: no room"] * 3
+    fn, params, batch = problem()
+    assert_close([*first[1], *second[1]], psgrad.gram(fn, params, batch))
+
+
 def _asked_by_others(rank: int, size: int) -> Any:
     """The function of the norms talks to the other ranks, and one rank fails before it is called there."""
     fn, params, batch = problem()
@@ -480,7 +509,7 @@ def _one_dies(rank: int, size: int) -> Any:
 
 
 def test_a_process_that_dies_ends_the_others_within_the_timeout() -> None:
-    assert run(_one_dies, 2, timeout=4, dead=(1,))[0] < 6
+    assert run(_one_dies, 2, timeout=4, dead=(1,))[0] < 10
 
 
 # ---- seeds -------------------------------------------------------------------------------------------------

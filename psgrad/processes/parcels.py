@@ -21,14 +21,15 @@ class Matrix:
         self.stage = 0
         ranks.rounds.append(self)
 
-    def exchanged(self, parcels: Sequence[Any]) -> list[Any]:
-        """Parcel k goes to rank k. Returns what came, by rank."""
+    def exchanged(self, parcels: Sequence[Any], rows: int, columns: int) -> list[Any]:
+        """Parcel k goes to rank k; this rank has so many rows and columns. Returns what came, by rank."""
         packed = [_packed(parcel, self.ranks.device) for parcel in parcels]
         self._heads(failed=False)
         self.ranks.read(self.flat)
-        sizes = self._sizes([(len(words), len(numbers)) for words, numbers in packed])
-        if any(words < 0 for words, _ in sizes):
+        said = self._sizes([[len(words), len(numbers), rows, columns] for words, numbers in packed])
+        if any(own[0] < 0 for own in said):
             self.ranks.refuse()
+        sizes, self.shape = [own[:2] for own in said], (sum(own[2] for own in said), sum(own[3] for own in said))
         sent = torch.cat([part for both in packed for part in both])
         came = torch.empty(sum(map(sum, sizes)), dtype=torch.uint8, device=self.ranks.device)
         with self.ranks.in_touch():
@@ -38,9 +39,10 @@ class Matrix:
         found = came.split([n for size in sizes for n in size])
         return [_unpacked(words, numbers) for words, numbers in zip(found[::2], found[1::2], strict=True)]
 
-    def summed(self, shape: tuple[int, int], make: Callable[[], Tensor | None]) -> Tensor:
+    def summed(self, make: Callable[[], Tensor | None]) -> Tensor:
         """The sum over all ranks of what `make` gives, None for zeros. Raises where some rank has failed."""
-        self.shape = shape
+        assert self.shape is not None
+        shape = self.shape
         flat = torch.zeros(shape[0] * shape[1] + 1, dtype=self.dtype, device=self.ranks.device)
         own = make()
         if own is not None:
@@ -57,7 +59,7 @@ class Matrix:
         if self.stage == 0:
             self._heads(failed=True)
         elif self.stage == 1:
-            self._sizes([(-1, -1)] * self.ranks.size)
+            self._sizes([[-1] * 4] * self.ranks.size)
         elif self.stage == 2 and self.shape is not None:
             flat = torch.zeros(self.shape[0] * self.shape[1] + 1, dtype=self.dtype, device=self.ranks.device)
             flat[-1] = 1
@@ -68,12 +70,12 @@ class Matrix:
         self.ranks.finished(self.ranks.started(self.flat))
         self.stage = 1
 
-    def _sizes(self, own: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    def _sizes(self, own: list[list[int]]) -> list[list[int]]:
         sent = torch.tensor(own, device=self.ranks.device)
         came = torch.empty_like(sent)
         with self.ranks.in_touch():
             dist.all_to_all_single(came, sent, group=self.ranks.group)
-        return [(int(words), int(numbers)) for words, numbers in came.tolist()]
+        return [[int(number) for number in row] for row in came.tolist()]
 
     def _sum(self, flat: Tensor) -> None:
         self.ranks.finished(self.ranks.started(flat))

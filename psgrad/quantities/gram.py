@@ -254,21 +254,21 @@ def _across_ranks(
     elif other is not None:
         second = kept(validated(fn, params, other, **options))[0]
         rows.append(_Rows(second, None, len(second)))
-    came = matrix.exchanged([[_of_params(part, k, ranks.size) for part in rows] for k in range(ranks.size)])
+    parcels = [[_of_params(part, k, ranks.size) for part in rows] for k in range(ranks.size)]
+    came = matrix.exchanged(parcels, rows[0].n, rows[-1].n)
     firsts, seconds = [parts[0] for parts in came], [parts[-1] for parts in came]
-    shape = sum(part.n for part in firsts), sum(part.n for part in seconds)
 
     def products() -> Tensor | None:
         if firsts[0].grads is None:
             return None
         left = concat([part.grads for part in firsts])
         right = left if other is None else concat([part.grads for part in seconds])
-        out = torch.zeros(shape, dtype=dtype_of(there.problem), device=ranks.device)
+        out = torch.zeros(matrix.shape or (), dtype=dtype_of(there.problem), device=ranks.device)
         out[_places(firsts)[:, None], _places(seconds)] = left.dots(right).to(out)
         return out
 
     start = sum(part.n for part in firsts[: ranks.rank])
-    found = matrix.summed(shape, products)[start : start + there.n].clone()
+    found = matrix.summed(products)[start : start + there.n].clone()
     return there.with_aux(found, outcome)
 
 
