@@ -553,6 +553,26 @@ def test_a_group_needs_processes() -> None:
     )
 
 
+def _inside_a_transform(rank: int, size: int) -> Any:
+    fn, params, batch = problem()
+
+    def total(scale: Tensor) -> Tensor:
+        return psgrad.per_sample_norms(lambda p, s: scale * fn(p, s), params, batch, group=dist.group.WORLD).sum()
+
+    try:
+        torch.func.grad(total)(torch.ones(()))
+    except psgrad.PsgradError as error:
+        return str(error)
+
+
+def test_a_group_inside_a_transform_is_refused() -> None:
+    said = (
+        "per_sample_norms is called with a group inside a torch.func transform\n"
+        "  ranks talk about numbers, which are not there yet: call it outside, or without a group."
+    )
+    assert run(_inside_a_transform, 2) == [said] * 2
+
+
 def _bad_groups(rank: int, size: int) -> Any:
     fn, params, batch = problem()
     mesh = dist.device_mesh.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))

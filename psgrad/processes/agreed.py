@@ -6,6 +6,8 @@ from typing import Any, TypeVar, cast
 
 import optree
 
+from ..engine.validate import is_nested
+from ..errors import ArgumentError
 from .lockstep import Lockstep
 from .placed import is_dtensor
 from .ranks import Ranks
@@ -26,6 +28,11 @@ def agreed(function: C) -> C:
         fn = args[0] if args else kwargs.get("fn")
         params = args[1] if len(args) > 1 else kwargs.get("params")
         with Ranks(group, function.__name__, params, kwargs.get("randomness", "different")) as ranks:
+            if is_nested():
+                raise ArgumentError(
+                    f"{function.__name__} is called with a group inside a torch.func transform\n"
+                    "  ranks talk about numbers, which are not there yet: call it outside, or without a group."
+                )
             if any(map(is_dtensor, ranks.leaves)):
                 whole = _whole(ranks, getattr(fn, "psgrad_layers", None), kwargs.get("max_bytes") is not None)
                 if len(args) > 1:
