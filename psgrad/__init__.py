@@ -37,20 +37,23 @@ A map of the library:
     going on         use_rules, ops     the rules inside vmap(grad(f)), jacrev, hessian of your own
                      extend             rules for ops of your own; rules holds those of the package
                      testing            the oracle, and checks against it
+                     parallel           collectives for functions that have parameters in pieces
 
     memory           empty_cache        gives back what is kept for the next results
                      keep_freed_memory  has malloc keep more, in the whole process
 
     errors           PsgradError is the base of ArgumentError (a ValueError), ArgumentTypeError (a TypeError),
-                     UnsupportedOpError, RuleError
-    warnings         FallbackWarning (samples run in a loop), UnusedParametersWarning (every gradient is zero)
+                     UnsupportedOpError, RuleError, RemoteError (another process of the group failed)
+    warnings         FallbackWarning (samples run in a loop), UnusedParametersWarning (every gradient is zero),
+                     SharedSeedWarning (processes drew the same random numbers)
 
 The quantities share their options: `in_dims` (where the samples are), `has_aux`, `chunk_size` or `max_bytes` (memory,
-never the answer), `randomness`, `progress`; most have `valid` (which samples count). `help(psgrad.clipped_grad)` and
+never the answer), `randomness`, `progress`; most have `valid` (which samples count) and `group` (processes that share
+a batch). `help(psgrad.clipped_grad)` and
 its like say the rest. `python -m psgrad` is a demo.
 """
 
-from . import extend, ops, rules, testing
+from . import extend, ops, parallel, rules, testing
 from .compilation.compiled import CacheInfo, Compiled, compile
 from .composable import use_rules
 from .errors import (
@@ -58,7 +61,9 @@ from .errors import (
     ArgumentTypeError,
     FallbackWarning,
     PsgradError,
+    RemoteError,
     RuleError,
+    SharedSeedWarning,
     UnsupportedOpError,
     UnusedParametersWarning,
     VerificationError,
@@ -94,8 +99,10 @@ __all__ = [
     "GradStats",
     "KronFactors",
     "PsgradError",
+    "RemoteError",
     "Report",
     "RuleError",
+    "SharedSeedWarning",
     "UnsupportedOpError",
     "UnusedParametersWarning",
     "Verification",
@@ -114,6 +121,7 @@ __all__ = [
     "kron_factors",
     "ntk",
     "ops",
+    "parallel",
     "per_sample_dots",
     "per_sample_grads",
     "per_sample_jacobians",

@@ -49,12 +49,26 @@ class VerificationError(PsgradError, AssertionError):
     comparisons: tuple[Any, ...] = ()  # all that was compared; see `Verification`
 
 
+class RemoteError(PsgradError, RuntimeError):
+    """Another rank of the group has failed: the message has its number and what it said.
+
+    That rank raises its own error. The ranks are in step: a next call works.
+    """
+
+    rank: int = -1  # the first that has failed, by its number in the whole job
+    message: str = ""  # what it said
+
+
 class FallbackWarning(UserWarning):
     """The call is answered exactly, but by a slower way than a rule or vmap."""
 
 
 class UnusedParametersWarning(UserWarning):
     """No parameter has a gradient for any sample: the loss does not depend on them, so that all is zero."""
+
+
+class SharedSeedWarning(UserWarning):
+    """Ranks that have samples of their own drew the same random numbers: their generators had the same state."""
 
 
 _PUBLIC = (
@@ -64,7 +78,9 @@ _PUBLIC = (
     UnsupportedOpError,
     RuleError,
     VerificationError,
+    RemoteError,
     FallbackWarning,
+    SharedSeedWarning,
     UnusedParametersWarning,
 )
 for _public in _PUBLIC:

@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from .errors import ArgumentError, ArgumentTypeError
+from .processes.layers import Layers, layers_of
+from .processes.placed import is_dtensor
 from .swap import Given, Slots, Swap
 from .torch_.autograd import without_modes
 from .torch_.compiler import uncompiled
 from .torch_.functions import is_composite, opened
+from .torch_.sharding import is_sharded
 
 Fn = Callable[[dict[str, Tensor], Any], Tensor]
 
@@ -42,6 +45,7 @@ def from_module(model: torch.nn.Module, loss: Callable[[Any, Any], Tensor]) -> t
     - `inputs` is a tensor (`model(x)`), a tuple or list (`model(*x)`) or a dict (`model(**x)`).
     - `params` holds the parameters with `requires_grad`, detached; a tied weight is there once, under its
       first name. What has no `requires_grad`, and every buffer, is read and never changed.
+    - A model under `fully_shard` runs layer by layer, with a `group` of all ranks that hold it; `params` are DTensors.
     - `model.train()` and `model.eval()` count as they are when `fn` runs. In training a batch norm
       normalises each sample by its own statistics and leaves its running statistics alone.
 
@@ -57,6 +61,36 @@ def from_module(model: torch.nn.Module, loss: Callable[[Any, Any], Tensor]) -> t
         ArgumentTypeError: `model` is not a module or `loss` is not callable.
         ArgumentError: no parameter of `model` is trainable.
     """
+    model, layers = _checked(model, loss)
+    given = loss
+    if is_composite(loss):
+        loss = opened(loss)  # modes see what it is made of, without its own hand-over: 20 us
+    slots = Slots(model)
+    params, known = slots.trainable() if layers is None else layers.own(), set(slots.names)
+    if not params:
+        raise ArgumentError("no parameter of the model has requires_grad\n  set it on those to differentiate.")
+
+    def fn(params: dict[str, Tensor], sample: Any) -> Tensor:
+        if not isinstance(params, (dict, Mapping)) or not params.keys() <= known:
+            raise _strangers(params, known)
+        inputs, target = _pair(sample)
+        with Swap(slots, params) if layers is None else Layered(layers, slots, params):
+            if isinstance(inputs, dict):
+                output = model(**inputs)
+            else:
+                output = model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+        return loss(output, target)
+
+    if layers is None:
+        vars(fn)["psgrad_check"] = Given(slots, params).refuse_changed
+    else:
+        vars(fn)["psgrad_layers"] = layers
+    vars(fn)["psgrad_module"] = (model, given, slots.lock)  # for `verify`, which calls them without all this
+    return fn, params
+
+
+def _checked(model: Any, loss: Any) -> tuple[torch.nn.Module, Layers | None]:
+    """The module itself, without what may be around it, and its layers where it is under fully_shard."""
     if isinstance(loss, torch.nn.Module) and callable(model) and not isinstance(model, torch.nn.Module):
         raise ArgumentTypeError(
             f"model is a {type(model).__name__}, and loss a {type(loss).__name__}\n"
@@ -78,34 +112,19 @@ def from_module(model: torch.nn.Module, loss: Callable[[Any, Any], Tensor]) -> t
             "  give the model itself: model.to_standard_module()."
         )
     _refuse_sharded(model)
+    layers = layers_of(model) if any(map(is_sharded, model.modules())) else None
     for name, p in model.named_parameters():
         if isinstance(p, torch.nn.parameter.UninitializedParameter):
             raise ArgumentError(
                 f"parameter {name!r} of the model has no shape yet\n"
                 "  call the model once, so that its lazy modules are made."
             )
-    given = loss
-    if is_composite(loss):
-        loss = opened(loss)  # modes see what it is made of, without its own hand-over: 20 us
-    slots = Slots(model)
-    params, known = slots.trainable(), set(slots.names)
-    if not params:
-        raise ArgumentError("no parameter of the model has requires_grad\n  set it on those to differentiate.")
-
-    def fn(params: dict[str, Tensor], sample: Any) -> Tensor:
-        if not isinstance(params, (dict, Mapping)) or not params.keys() <= known:
-            raise _strangers(params, known)
-        inputs, target = _pair(sample)
-        with Swap(slots, params):
-            if isinstance(inputs, dict):
-                output = model(**inputs)
-            else:
-                output = model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
-        return loss(output, target)
-
-    vars(fn)["psgrad_check"] = Given(slots, params).refuse_changed
-    vars(fn)["psgrad_module"] = (model, given, slots.lock)  # for `verify`, which calls them without all this
-    return fn, params
+        if is_dtensor(p) and layers is None:
+            raise ArgumentError(
+                f"parameter {name!r} of the model is a DTensor, as parallelize_module and distribute_module make them\n"
+                "  give the model before that, or write fn(params, sample) -> loss yourself."
+            )
+    return model, layers
 
 
 def _strangers(params: Any, known: set[str]) -> Exception:
@@ -121,18 +140,34 @@ def _strangers(params: Any, known: set[str]) -> Exception:
 
 
 def _refuse_sharded(model: torch.nn.Module) -> None:
-    """FSDP puts parameters of its own into a module while that runs, whatever was there."""
+    """The older FSDP puts parameters of its own into a module while that runs, whatever was there."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # where nobody has loaded it, no module is sharded
     for module in model.modules() if fsdp is not None else ():
-        for kind, name in (
-            (fsdp.FSDPModule, "fully_shard"),
-            (fsdp.FullyShardedDataParallel, "FullyShardedDataParallel"),
-        ):
-            if isinstance(module, kind):
-                raise ArgumentError(
-                    f"the model is sharded by {name}, which replaces parameters while it runs\n"
-                    f"  give the model before {name}."
-                )
+        if isinstance(module, fsdp.FullyShardedDataParallel):
+            raise ArgumentError(
+                "the model is sharded by FullyShardedDataParallel, which replaces parameters while it runs\n"
+                "  give the model before FullyShardedDataParallel, or under fully_shard, with a group."
+            )
+
+
+class Layered:
+    """Inside, the units of a model under fully_shard get to hold `params` as they are gathered."""
+
+    def __init__(self, layers: Layers, slots: Slots, params: Mapping[str, Tensor]) -> None:
+        self.layers, self.params = layers, params
+        self.swap = Swap(slots, {})  # whose buffers are copies, and which nobody else runs meanwhile
+
+    def __enter__(self) -> None:
+        if not self.layers.is_passing:
+            raise ArgumentError(
+                "fn of a model under fully_shard is called without a group\n"
+                "  say group= with the ranks that hold the model, as torch.distributed.group.WORLD."
+            )
+        self.swap.__enter__()
+        self.layers.held = self.params
+
+    def __exit__(self, *error: Any) -> None:
+        self.swap.__exit__(*error)
 
 
 def _pair(sample: Any) -> tuple[Any, Any]:

@@ -23,11 +23,23 @@ LAYERS = (  # each imports only from those before it, and from itself where it i
     {"factors"},
     {"registry"},
     {"rules", "engine"},
-    {"composable"},
+    {"composable", "processes"},
     {"streaming"},
     {"quantities"},
     {"compilation"},
-    {"swap", "module", "report", "plain_loop", "testing", "verification", "ops", "extend", "__main__", "__init__"},
+    {
+        "swap",
+        "module",
+        "parallel",
+        "report",
+        "plain_loop",
+        "testing",
+        "verification",
+        "ops",
+        "extend",
+        "__main__",
+        "__init__",
+    },
 )
 LEVEL = {name: i for i, names in enumerate(LAYERS) for name in names}
 

@@ -407,16 +407,17 @@ def process_group():
 
 
 @pytest.mark.usefixtures("process_group")
-def test_a_sharded_model_is_refused_by_name():
+def test_a_sharded_model_without_a_group_is_refused_by_name():
     from torch.distributed.fsdp import fully_shard
 
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    model = nn.Linear(3, 4)
     fully_shard(model)
-    with pytest.raises(psgrad.ArgumentError) as error:
-        psgrad.from_module(model, F.mse_loss)
+    fn, params = psgrad.from_module(model, F.mse_loss)
+    with pytest.raises(psgrad.ArgumentTypeError) as error:
+        psgrad.clipped_grad(fn, params, (torch.randn(2, 3), torch.randn(2, 4)), 1.0)
     assert str(error.value) == (
-        "the model is sharded by fully_shard, which replaces parameters while it runs\n"
-        "  give the model before fully_shard."
+        "params['bias'] is a DTensor, and there is no group\n"
+        "  say group= with the ranks that hold it, or give its full_tensor(), or its to_local()."
     )
 
 
@@ -429,8 +430,23 @@ def test_a_dtensor_is_refused_by_name():
     with pytest.raises(psgrad.ArgumentTypeError) as error:
         psgrad.per_sample_grads(lambda p, s: (p["w"] * s).sum(), {"w": w}, torch.randn(5, 3))
     assert (
-        str(error.value)
-        == "params['w'] is a DTensor, which is not supported\n  give its full_tensor(), or its to_local()."
+        str(error.value) == "params['w'] is a DTensor, and there is no group\n"
+        "  say group= with the ranks that hold it, or give its full_tensor(), or its to_local()."
+    )
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_module_in_pieces_is_refused_by_name():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    parallelize_module(model, init_device_mesh("cpu", (1,)), {"1": ColwiseParallel()})
+    with pytest.raises(psgrad.ArgumentError) as error:
+        psgrad.from_module(model, F.cross_entropy)
+    assert str(error.value) == (
+        "parameter '1.weight' of the model is a DTensor, as parallelize_module and distribute_module make them\n"
+        "  give the model before that, or write fn(params, sample) -> loss yourself."
     )
 
 

@@ -42,7 +42,7 @@ def test_calls_return_what_they_say(use: Any) -> None:
 
 
 def test_every_use_is_run() -> None:
-    assert len(USES) == 5
+    assert len(USES) == 6
 
 
 def test_results_are_tuples_with_names() -> None:

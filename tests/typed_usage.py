@@ -1,9 +1,12 @@
 """A user's code, as type checkers see it: test_types.py checks it with mypy and pyright, and runs it."""
 
+import tempfile
 from typing import Any, NamedTuple, assert_type
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import psgrad
 
@@ -114,6 +117,22 @@ def of_a_tree(flag: bool = False) -> None:
     assert_type(stats.mean, Net)
     assert_type(stats.noise_scale, Tensor)
     assert_type(psgrad.grad_stats(loss_and_aux, net, x, has_aux=True), tuple[psgrad.GradStats[Net], Any])
+
+
+def of_a_group() -> None:
+    net, x = Net(torch.randn(4, 3), torch.randn(3)), torch.randn(5, 4)
+    home = tempfile.TemporaryDirectory()
+    dist.init_process_group("gloo", init_method=f"file://{home.name}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        group = mesh.get_group()
+        assert_type(psgrad.clipped_grad(loss, net, x, 1.0, group=group), psgrad.ClippedGrad[Net])
+        assert_type(psgrad.weighted_grad(loss, net, x, torch.ones(5), group=mesh["dp"]), Net)
+        assert_type(psgrad.per_sample_norms(loss, net, x, group=mesh), Tensor)
+        assert_type(psgrad.gram(loss, net, x, group=group), Tensor)
+    finally:
+        dist.destroy_process_group()
+        home.cleanup()
 
 
 def of_factored_grads(flag: bool = False) -> None:

@@ -17,7 +17,7 @@ from ..registry.params import Source
 from ..torch_ import autograd, levels
 from ..torch_.compiler import CompilerLoaded, eagerly, is_loaded
 from ..torch_.functions import opened
-from ..torch_.storage import is_view, storage_of, versions_of
+from ..torch_.storage import expanded, is_view, storage_of, versions_of
 from ..torch_.watching import WATCHING
 from .checkpoint import Following
 from .collectors import Collector
@@ -49,11 +49,7 @@ def run_together(
     while True:
         given = problem.copied() if on_copies else problem
         try:
-            with WATCHING:
-                if not is_loaded():
-                    return _attempt(given, collector, options, log)
-                with eagerly():
-                    return _attempt(given, collector, options, log)
+            return run_pass(given, collector, options, log)
         except Rerun as rerun:
             options = options._replace(**{rerun.option: True})  # each is asked for once
         except CompilerLoaded:
@@ -64,6 +60,17 @@ def run_together(
             rewind(problem.draws_from)
 
 
+def run_pass(
+    problem: Problem, collector: Collector, options: RunOptions, log: list[UseRecord] | None = None
+) -> Outcome:
+    """All samples at once; a `Signal` says what else is to be done."""
+    with WATCHING:
+        if not is_loaded():
+            return _attempt(problem, collector, options, log)
+        with eagerly():
+            return _attempt(problem, collector, options, log)
+
+
 _USUAL = RunOptions()
 
 
@@ -72,7 +79,10 @@ def _attempt(problem: Problem, collector: Collector, options: RunOptions, log: l
     n, callers, mode = problem.n, problem.callers, Mode(problem, collector, options, log)
     before = versions_of(callers)
     roots = list(map(_contiguous, problem.params))
-    leaves = [p.expand(n, *p.shape).requires_grad_() for p in roots]
+    try:
+        leaves = [p.expand(n, *p.shape).requires_grad_() for p in roots]
+    except RuntimeError:  # parameters whose memory comes and goes, layer by layer
+        leaves = [expanded(p, n).requires_grad_() for p in roots]
     mode.anchor = leaves[0]
     mode.level = level = levels.enter(n, problem.randomness)
     try:

@@ -174,6 +174,8 @@ def apply_function(mode: "Mode", call: "TorchCall") -> Any:
     Torch takes it through vmap by a rule that vmaps its backward too, or by one that the Function brings; then the
     backward would see the cotangents of all samples at once, so that the op runs in a loop.
     """
+    if getattr(call.func.function, "takes_all_samples", False) and mode.is_innermost and not call.operands.params:
+        return apply_to_all_samples(mode, call)
     mode.calls_functions = True
     level = levels.current_level()
     sampled = level == mode.level and op_loop.is_sampled(call.args, call.kwargs, mode.level)
@@ -181,6 +183,14 @@ def apply_function(mode: "Mode", call: "TorchCall") -> Any:
         why = _MIXES if says_vmap(call.func.function) else "it does not say what it does under vmap"
         return run_alone(mode, call.func, call.args, call.kwargs, why)
     return mode.left_to_vmap(call.func, call.args, call.kwargs, call.operands.params, "no rule for this function")
+
+
+def apply_to_all_samples(mode: "Mode", call: "TorchCall") -> Any:
+    """A Function of one tensor that says it keeps samples apart, in its backward too: once, on the (N, ...) tensor."""
+    x, *others = call.args
+    if not levels.is_batched(x, mode.level):
+        return levels.below(call.func, *call.args)
+    return levels.wrap(levels.below(call.func, levels.rows_in_front(x, mode.level), *others), mode.level)
 
 
 def call_custom_op(mode: "Mode", call: "TorchCall") -> Any:

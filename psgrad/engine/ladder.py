@@ -72,7 +72,7 @@ class _Answering:
                 "the loss depends on no parameter, so every gradient is zero\n"
                 "  compute it from the params that fn is given; .detach(), .item() and torch.no_grad() cut them off.",
                 UnusedParametersWarning,
-                stacklevel=_callers_level(),
+                stacklevel=callers_level(),
             )
 
 
@@ -157,7 +157,7 @@ def _attempt(problem: Problem, collector: C, on_copies: bool) -> Group[C] | _Ref
 
 
 def _warn(message: str) -> None:
-    warnings.warn(message, FallbackWarning, stacklevel=_callers_level())
+    warnings.warn(message, FallbackWarning, stacklevel=callers_level())
 
 
 # ---- where vmap cannot ----------------------------------------------------------------------------------
@@ -304,7 +304,7 @@ def _called(one: Problem, params: list[Tensor], following: Following) -> tuple[l
         HELD.looping -= 1
 
 
-def _callers_level() -> int:
+def callers_level() -> int:
     """How far up the stack the user's call is, for a warning that points there."""
     depth, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (

@@ -108,8 +108,8 @@ def flat_params(params: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
             raise ArgumentTypeError(f"{paths(spec, 'params')[i]} is {kind_of(leaf)}, not a tensor\n  {remedy}")
         if _is_dtensor(leaf):
             raise ArgumentTypeError(
-                f"{paths(spec, 'params')[i]} is a DTensor, which is not supported\n"
-                "  give its full_tensor(), or its to_local()."
+                f"{paths(spec, 'params')[i]} is a DTensor, and there is no group\n"
+                "  say group= with the ranks that hold it, or give its full_tensor(), or its to_local()."
             )
         if not leaf.is_floating_point():
             why = "which has no gradient"

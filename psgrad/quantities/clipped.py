@@ -7,9 +7,14 @@ import optree
 import torch
 from torch import Tensor
 
-from ..annotations import Nonfinite, P, Randomness
+from ..annotations import Group, Nonfinite, P, Randomness
 from ..engine.validate import is_nested, validated
-from ..streaming.stream import Counted, counted, stream, tree_of_sums
+from ..errors import ArgumentError
+from ..processes.agreed import agreed
+from ..processes.ranks import Ranks
+from ..processes.shards import Shards, shards_of
+from ..processes.sums import Sums
+from ..streaming.stream import Counted, counted, metas, stream, tree_of_sums
 from ..torch_ import tracing
 from ..torch_.compiler import uncompiled
 from . import nested
@@ -23,7 +28,9 @@ from .clipping import (
     norms_under,
     refuse_nonfinite,
 )
-from .sums import KeptSums, TwoPasses, Weigh, Weights
+from .factored import factored
+from .layered import scattered_sums
+from .sums import KeptSums, TwoPasses, Weigh, Weights, norms_of
 
 
 @overload
@@ -41,6 +48,8 @@ def clipped_grad(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    sharded: Any = None,
+    group: Group | None = None,
 ) -> ClippedGrad[P]: ...
 @overload
 def clipped_grad(
@@ -57,6 +66,8 @@ def clipped_grad(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    sharded: Any = None,
+    group: Group | None = None,
 ) -> ClippedGrad[P, Any]: ...
 @overload
 def clipped_grad(
@@ -73,6 +84,8 @@ def clipped_grad(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    sharded: Any = None,
+    group: Group | None = None,
 ) -> tuple[ClippedGrad[P], Any]: ...
 @overload
 def clipped_grad(
@@ -89,10 +102,13 @@ def clipped_grad(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    sharded: Any = None,
+    group: Group | None = None,
 ) -> tuple[ClippedGrad[P, Any], Any]: ...
 
 
 @uncompiled
+@agreed
 def clipped_grad(
     fn: Callable[..., Any],
     params: Any,
@@ -107,6 +123,8 @@ def clipped_grad(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    sharded: Any = None,
+    group: Any = None,
 ) -> Any:
     """The sum of the per-sample gradients, each scaled down to norm `max_norm` where it is larger.
 
@@ -132,6 +150,12 @@ def clipped_grad(
             "zero": they do not count; "propagate": the sum is NaN.
         valid: (N,) booleans; the other samples do not run and do not count, their norms and values are 0.
         has_aux: `fn` returns `(loss, aux)`; aux comes back with a leading sample axis, zeros where not `valid`.
+        sharded: for a `fn` that has parameters in pieces (tensor parallel, see `psgrad.parallel`): a pytree prefix of
+            params with the group of ranks that hold the other pieces, which have the same samples, and None for what
+            is whole. Norms are then those of the whole gradients.
+        group: processes that share a batch: a torch.distributed ProcessGroup, or a DeviceMesh with one axis. `batch` is
+            this rank's part, perhaps empty; `grad` and `count` are over the samples of all ranks, norms, values and aux
+            of this rank's. If a rank raises, all do: the others a `RemoteError`.
 
     Returns:
         `ClippedGrad(grad, norms, values, count, sensitivity)`; with `has_aux` `(ClippedGrad(...), aux)`.
@@ -145,9 +169,16 @@ def clipped_grad(
     problem = there.problem
     if is_nested():
         return _nested_clipped(there, bounds, nonfinite, nested.step_of(problem, chunk_size, max_bytes))
-    clip = Clip(bounds.each, bounds.group, nonfinite, there)
+    shards = None if sharded is None else shards_of(sharded, params, max_bytes)
+    clip = Clip(bounds.each, bounds.group, nonfinite, there, shards)
+    across = None
+    if group is not None:
+        group.expect(max_norm=bounds.sensitivity, bounds=bounds.group, nonfinite=nonfinite)
+        if group.lockstep is not None:
+            return _layer_by_layer(group, there, bounds, clip, chunk_size, max_bytes)
+        across = Sums(group, metas(problem), lambda: problem.n - clip.left_out)
     found, outcome = stream(
-        KeptSums(clip),
+        KeptSums(clip, across),
         problem,
         chunk_size=chunk_size,
         max_bytes=max_bytes,
@@ -157,11 +188,14 @@ def clipped_grad(
     norms = [there.among_zeros(t) for t in found.all_norms(problem, len(bounds.each))]
     if nonfinite == "raise" and not clip.good:
         refuse_nonfinite(torch.stack(norms).isfinite().all(0))
+    totals, count = found.totals, there.count - clip.left_out
+    if group is not None and across is not None:
+        totals, count = list(across.result(totals)), group.count
     result = ClippedGrad(
-        tree_of_sums(problem, found.totals),
+        tree_of_sums(problem, totals, group),
         norms[0] if bounds.spec is None else optree.tree_unflatten(bounds.spec, norms),
         there.among_zeros(outcome.values),
-        there.count - clip.left_out,
+        count,
         bounds.sensitivity,
     )
     return there.with_aux(result, outcome)
@@ -183,16 +217,70 @@ def _nested_clipped(there: Counted, bounds: Bounds, nonfinite: str, step: int) -
     return there.with_aux(result, found.outcome)
 
 
+def _layer_by_layer(
+    ranks: Ranks, there: Counted, bounds: Bounds, clip: "Clip", chunk_size: Any, max_bytes: Any
+) -> ClippedGrad[Any, Any]:
+    """The same for a model under fully_shard: factors are kept, and sums are made parameter by parameter."""
+    problem = there.problem
+    if max_bytes is not None:
+        return _in_two_passes(ranks, there, bounds, clip, chunk_size, max_bytes)
+    kept, outcome = factored(problem, chunk_size=chunk_size, max_bytes=max_bytes, ranks=ranks)
+    blocks = list(kept._blocks)
+    del kept
+    norms, weights = clip(norms_of(problem, blocks, clip.per_param), len(problem.params))
+    if clip.nonfinite == "raise" and not clip.good:
+        refuse_nonfinite(there.among_zeros(torch.stack(norms).isfinite().all(0).logical_not()).logical_not())
+    leaves = scattered_sums(ranks, problem, blocks, weights.of_params, problem.n - clip.left_out)
+    norms = [there.among_zeros(t) for t in norms]
+    return ClippedGrad(
+        optree.tree_unflatten(problem.params_spec, leaves),
+        norms[0] if bounds.spec is None else optree.tree_unflatten(bounds.spec, norms),
+        there.among_zeros(outcome.values),
+        ranks.count,
+        bounds.sensitivity,
+    )
+
+
+def _in_two_passes(
+    ranks: Ranks, there: Counted, bounds: Bounds, clip: "Clip", chunk_size: Any, max_bytes: Any
+) -> ClippedGrad[Any, Any]:
+    """The same where memory is short: norms first, then the gradient of the weighted losses. No factor is kept."""
+    if clip.per_param:
+        raise ArgumentError(
+            "max_bytes and several bounds are given, and a model under fully_shard takes one weight for all parameters "
+            "then\n  give one bound, or chunk_size."
+        )
+    problem = there.problem
+    options: dict[str, Any] = {"chunk_size": chunk_size, "max_bytes": max_bytes, "ranks": ranks}
+    found, outcome = stream(TwoPasses(clip), problem, **options)
+    (norms,) = (there.among_zeros(t) for t in found.all_norms(problem, 1))
+    if clip.nonfinite == "raise" and not clip.good:
+        refuse_nonfinite(norms.isfinite())
+    ranks.agree(problem.n - clip.left_out)
+    return ClippedGrad(
+        optree.tree_unflatten(problem.params_spec, ranks.lockstep.pieces.result()),
+        norms,
+        there.among_zeros(outcome.values),
+        ranks.count,
+        bounds.sensitivity,
+    )
+
+
 class Clip(Weigh):
     """So that norms are at most the bounds, each for the parameters under it."""
 
-    def __init__(self, bounds: list[Any], group: list[int], nonfinite: str, there: Counted) -> None:
-        self.bounds, self.group, self.nonfinite, self.there = bounds, group, nonfinite, there
-        self.per_param = len(bounds) > 1
+    def __init__(
+        self, bounds: list[Any], group: list[int], nonfinite: str, there: Counted, shards: Shards | None = None
+    ) -> None:
+        self.bounds, self.group, self.nonfinite, self.there, self.shards = bounds, group, nonfinite, there, shards
+        self.per_param = len(bounds) > 1 or shards is not None
+        self.calls_users = shards is not None  # ranks that hold the other pieces are asked once
         self.good = True  # all norms so far are finite
         self.left_out: Any = 0  # samples that are not, and count as zeros; a tensor while ops are recorded
 
     def __call__(self, norms: list[Tensor], count: int) -> tuple[list[Tensor], Weights]:
+        if self.shards is not None:
+            norms = self.shards.whole_norms(norms)
         if self.per_param:
             norms = norms_under(norms, self.group, len(self.bounds))
         finite = finite_of(norms, self.nonfinite)

@@ -39,7 +39,8 @@ class ClippedGrad(NamedTuple, Generic[P, Norms]):
         norms: (N,) norms before clipping; a pytree of them like `max_norm` where that is one. 0 for samples that are
             not `valid`.
         values: (N,) losses; 0 for samples that are not `valid`.
-        count: how many samples are in the sum: those that are `valid`, less those that `nonfinite="zero"` left out.
+        count: how many samples are in the sum: those that are `valid`, less those that `nonfinite="zero"` left out;
+            with a `group`, of all ranks.
         sensitivity: how far one sample can move `grad`. It is `max_norm`, or where there are several bounds the square
             root of the sum of their squares; NaN where `max_norm` is a tensor without a value, as meta tensors are.
 
@@ -56,7 +57,9 @@ class ClippedGrad(NamedTuple, Generic[P, Norms]):
     def _repr_html_(self) -> str:
         """Norms with the bound, and where the sum comes from."""
         n, of = self.count, len(self.values)
-        pairs = [("samples", f"{n:,}" if n == of else f"{n:,} of {of:,}"), ("sensitivity", f"{self.sensitivity:.4g}")]
+        samples = f"{n:,}" if n == of else f"{n:,} of {of:,}" if n < of else f"{n:,} of all ranks, {of:,} here"
+        pairs = [("samples", samples), ("sensitivity", f"{self.sensitivity:.4g}")]
+        n = min(n, of)  # of a group there are norms of this rank's alone
         pictures = []
         if isinstance(self.norms, Tensor):
             norms = _of_those_that_count(self.norms, of - n)

@@ -19,6 +19,7 @@ from ..errors import ArgumentError, ArgumentTypeError
 from ..factors import plain_data, warm_memory
 from ..factors.maps import mapped_shape
 from ..factors.numerics import cast, wide, widest
+from ..processes.agreed import agreed
 from ..streaming.blocks import Block, Meta, add_sums, blocks_joined, gathered, norms_of_block, norms_of_param
 from ..streaming.stream import Quantity, Run, blocks_of, metas, refuse_inside_transforms, stream
 from ..torch_ import levels
@@ -415,6 +416,15 @@ class FactoredGrads(Generic[P]):
             )
         return chosen.reshape(-1)
 
+    def _of_params(self, index: slice) -> "FactoredGrads | None":
+        """The gradients of some parameters, as a list; None where there are none. Aux is left out."""
+        metas = self._metas[index]
+        if not metas:
+            return None
+        blocks = [Block(block.places, block.sums[index], block.small) for block in self._blocks]
+        spec = optree.tree_structure([0] * len(metas))  # type: ignore[arg-type]
+        return FactoredGrads(tuple(blocks), metas, spec, self._n, self.values)
+
     def to(self, device: Any) -> "FactoredGrads[P]":
         """The same on another device."""
         moved = [block.without_graph().each(lambda t: t.to(device)) for block in self._blocks]
@@ -625,6 +635,7 @@ optree.register_pytree_node(FactoredGrads, _flatten, _unflatten, namespace=optre
 
 
 @uncompiled
+@agreed
 def factored_grads(
     fn: Callable[..., Any],
     params: P,
@@ -636,6 +647,7 @@ def factored_grads(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    group: Any = None,
 ) -> FactoredGrads[P]:
     """Per-sample gradients that are not written out, to ask any number of questions of.
 
@@ -656,6 +668,8 @@ def factored_grads(
         chunk_size: how many samples to run at once. The factors of all chunks are kept.
         max_bytes: a bound on what is allocated beyond inputs and result; the chunk size is worked out from it.
         progress: show a bar over samples, as for `per_sample_grads`.
+        group: processes that share a batch, as for `clipped_grad`. The factors are of this rank's samples, and so are
+            the answers; if a rank raises, all do.
 
     Returns:
         A `FactoredGrads`; its `values` are the losses, its `aux` what `fn` returned besides.
@@ -672,15 +686,22 @@ def factored_grads(
         lasting=True,
     )
     shown = "factored_grads" if progress else None
-    parts, outcome = stream(Factors(), problem, chunk_size=chunk_size, max_bytes=max_bytes, progress=shown)
+    found, _ = factored(problem, chunk_size=chunk_size, max_bytes=max_bytes, progress=shown, ranks=group)
+    return found if group is not None and group.lockstep is not None else _owned(found, problem)
+
+
+def factored(problem: Problem, **options: Any) -> tuple[FactoredGrads, Outcome]:
+    """The factors of all samples, and what came out besides; they may share memory with the caller's tensors."""
+    parts, outcome = stream(Factors(), problem, **options)
     blocks = blocks_joined(parts, problem.params[0].device)
-    return _owned(_asked(problem, blocks, outcome), problem)
+    return _asked(problem, blocks, outcome), outcome
 
 
 class Factors(Quantity[list[tuple[list[Block], int]], list[tuple[list[Block], int]]]):
     """The factors of all chunks, kept; with the number of samples of each."""
 
     name = "factored"
+    keeps_all = True
 
     def start(self, whole: Problem, step: int) -> list[tuple[list[Block], int]]:
         return []

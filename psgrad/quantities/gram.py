@@ -1,20 +1,24 @@
 """gram: inner products of per-sample gradients. It needs pairs of chunks, and so is no fold over them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import optree
 import torch
 from torch import Tensor
 
-from ..annotations import P, Randomness
+from ..annotations import Group, P, Randomness
 from ..composable import composed
 from ..engine.batched import Outcome
 from ..engine.ladder import collect, differentiating, generators_kept
 from ..engine.problem import Problem, generators, rewind
 from ..engine.validate import is_nested, validated
+from ..errors import ArgumentError
 from ..factors import assumptions
+from ..processes.agreed import agreed
+from ..processes.parcels import Matrix
+from ..processes.ranks import Ranks
 from ..streaming.progress import Bar
 from ..streaming.stream import (
     Counted,
@@ -30,7 +34,7 @@ from ..streaming.stream import (
 )
 from ..torch_.compiler import uncompiled
 from . import nested
-from .factored import FactoredGrads, factored_chunk
+from .factored import FactoredGrads, concat, factored, factored_chunk
 
 
 @overload
@@ -47,6 +51,7 @@ def gram(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    group: Group | None = None,
 ) -> Tensor: ...
 @overload
 def gram(
@@ -62,10 +67,12 @@ def gram(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    group: Group | None = None,
 ) -> tuple[Tensor, Any]: ...
 
 
 @uncompiled
+@agreed
 def gram(
     fn: Callable[..., Any],
     params: Any,
@@ -79,6 +86,7 @@ def gram(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    group: Any = None,
 ) -> Any:
     """Inner products of per-sample gradients: (N, N), or (N, M) with those of another batch.
 
@@ -119,6 +127,8 @@ def gram(
         valid: (N,) booleans; rows (and without `other` columns) of the other samples are 0, and they do not run.
         has_aux: `fn` returns `(loss, aux)`; aux of `batch` comes back with a leading sample axis, zeros where not
             `valid`. That of `other` does not.
+        group: processes that share a batch, as for `clipped_grad`. Rows are this rank's samples, columns those of all
+            ranks, one rank after the other; factors are kept, and sent once, so that `max_bytes` is refused.
 
     Returns:
         A tensor (N, N) or (N, M), in float32 at least; with `has_aux` `(products, aux)`.
@@ -130,6 +140,9 @@ def gram(
     if is_nested():
         second = None if other is None or isinstance(other, FactoredGrads) else validated(fn, params, other, **options)
         return _nested_gram(there, other, second, nested.step_of(problem, chunk_size, max_bytes))
+    if group is not None:
+        options |= {"chunk_size": chunk_size, "max_bytes": max_bytes, "progress": progress}
+        return _across_ranks(group, there, fn, params, other, options)
     step = plan(_Pair(), problem, chunk_size, max_bytes)
     assert isinstance(step, int)
     second = None
@@ -242,3 +255,81 @@ def _crossed(problem: Problem, second: Problem | None, step: int, bar: Bar | Non
             if second is None and k != i:
                 out[side, top] = out[top, side].mT
     return out, outcomes
+
+
+# ---- over the samples of all ranks ------------------------------------------------------------------------
+
+
+class _Rows(NamedTuple):
+    """What a rank sends of its samples: the gradients of some parameters, and which samples they are."""
+
+    grads: FactoredGrads | None  # None: there is no parameter for that rank
+    places: Tensor | None  # of the samples that count; None: all
+    n: int
+
+
+def _across_ranks(
+    ranks: Ranks, there: Counted, fn: Callable[..., Any], params: Any, other: Any, options: dict[str, Any]
+) -> Any:
+    """The rows of this rank's samples; columns are the samples of all ranks, one rank after the other.
+
+    Parameter i's factors of all ranks go to rank i mod w, which makes its part of the whole matrix; the parts are
+    summed. So factors are sent once, where a ring would send them w / 2 times.
+    """
+    if options.pop("max_bytes") is not None:
+        raise ArgumentError(
+            "gram with a group keeps the factors of all samples, which max_bytes does not bound\n"
+            "  give chunk_size, for what runs at once, or no group."
+        )
+    if ranks.lockstep is not None and other is not None and not isinstance(other, FactoredGrads):
+        raise ArgumentError(
+            "other is a second batch, and a model under fully_shard runs one in a call\n"
+            "  give its factored_grads(..., group=...)."
+        )
+    step, shown = options.pop("chunk_size"), options.pop("progress")
+    matrix = Matrix(ranks, dtype_of(there.problem))
+    ranks.expect(other=other is not None)
+
+    def kept(problem: Problem) -> tuple[FactoredGrads, Outcome]:
+        return factored(problem, chunk_size=step, max_bytes=None, progress="gram" if shown else None, ranks=ranks)
+
+    own, outcome = kept(there.problem)
+    rows = [_Rows(own, there.places, there.n)]
+    if isinstance(other, FactoredGrads):
+        own.dots(other[:0])  # refuses other parameters
+        rows.append(_Rows(other, None, len(other)))
+    elif other is not None:
+        second = kept(validated(fn, params, other, **options))[0]
+        rows.append(_Rows(second, None, len(second)))
+    parcels = [[_of_params(part, k, ranks.size) for part in rows] for k in range(ranks.size)]
+    came = matrix.exchanged(parcels, rows[0].n, rows[-1].n)
+    firsts, seconds = [parts[0] for parts in came], [parts[-1] for parts in came]
+
+    def products() -> Tensor | None:
+        if firsts[0].grads is None:
+            return None
+        left = concat([part.grads for part in firsts])
+        right = left if other is None else concat([part.grads for part in seconds])
+        out = torch.zeros(matrix.shape or (), dtype=dtype_of(there.problem), device=ranks.device)
+        out[_places(firsts)[:, None], _places(seconds)] = left.dots(right).to(out)
+        return out
+
+    start = sum(part.n for part in firsts[: ranks.rank])
+    found = matrix.summed(products)[start : start + there.n].clone()
+    return there.with_aux(found, outcome)
+
+
+def _of_params(rows: _Rows, rank: int, size: int) -> _Rows:
+    """The same of every `size`-th parameter, from number `rank` on."""
+    grads = rows.grads
+    return rows._replace(grads=None if grads is None else grads._of_params(slice(rank, None, size)))
+
+
+def _places(parts: Sequence[_Rows]) -> Tensor:
+    """Where the samples that count are among those of all ranks."""
+    found, start = [], 0
+    for part in parts:
+        own = torch.arange(part.n) if part.places is None else part.places.cpu()
+        found.append(own + start)
+        start += part.n
+    return torch.cat(found)

@@ -8,7 +8,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ..annotations import P, Randomness
+from ..annotations import Group, P, Randomness
 from ..engine.batched import Outcome
 from ..engine.collectors import NormCollector, NormTakenTooEarly
 from ..engine.ladder import join
@@ -16,6 +16,9 @@ from ..engine.problem import Problem, generators, rewind
 from ..engine.validate import is_nested, validated
 from ..errors import ArgumentError, FallbackWarning, place_of, reason_of
 from ..factors import assumptions
+from ..factors.numerics import norm_of_norms
+from ..processes.agreed import agreed
+from ..processes.shards import shards_of
 from ..streaming.blocks import norm_of_all
 from ..streaming.stream import Quantity, Run, counted, dtype_of, no_values, stream
 from ..torch_.compiler import uncompiled
@@ -37,6 +40,8 @@ def per_sample_norms(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    sharded: Any = None,
+    group: Group | None = None,
 ) -> Tensor: ...
 @overload
 def per_sample_norms(
@@ -53,6 +58,8 @@ def per_sample_norms(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    sharded: Any = None,
+    group: Group | None = None,
 ) -> P: ...
 @overload
 def per_sample_norms(
@@ -69,6 +76,8 @@ def per_sample_norms(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    sharded: Any = None,
+    group: Group | None = None,
 ) -> tuple[Tensor, Any]: ...
 @overload
 def per_sample_norms(
@@ -85,6 +94,8 @@ def per_sample_norms(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    sharded: Any = None,
+    group: Group | None = None,
 ) -> tuple[P, Any]: ...
 @overload
 def per_sample_norms(
@@ -101,10 +112,13 @@ def per_sample_norms(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    sharded: Any = None,
+    group: Group | None = None,
 ) -> Any: ...
 
 
 @uncompiled
+@agreed
 def per_sample_norms(
     fn: Callable[..., Any],
     params: Any,
@@ -119,6 +133,8 @@ def per_sample_norms(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    sharded: Any = None,
+    group: Any = None,
 ) -> Any:
     """The norm of every sample's gradient, at about the price of one backward pass.
 
@@ -140,6 +156,9 @@ def per_sample_norms(
             then, and `progress` neither.
         has_aux: `fn` returns `(loss, aux)`; aux comes back with a leading sample axis, zeros where not `valid`.
         chunk_size, max_bytes, progress: as for `per_sample_grads`.
+        sharded: parameters in pieces, as for `clipped_grad`.
+        group: processes that share a batch, as for `clipped_grad`. The norms are of this rank's samples; if a rank
+            raises, all do.
 
     Returns:
         The norms, (N,), or with `per_param` a pytree of them; with `has_aux` `(norms, aux)`.
@@ -161,11 +180,29 @@ def per_sample_norms(
         raise ArgumentError(
             "differentiable=True, but no leaf of params or batch requires grad\n  call requires_grad_() on some first."
         )
+    shards = None if sharded is None else shards_of(sharded, params, max_bytes)
+    if attached and shards is not None:
+        raise ArgumentError("sharded is given with differentiable=True, which knows of no other rank\n  drop one.")
+    if attached and group is not None and group.lockstep is not None:
+        raise ArgumentError(
+            "differentiable=True, and the parameters of a model under fully_shard are there for a layer at a time\n"
+            "  give the model before fully_shard."
+        )
     if attached:
         norms, outcome = _attached_norms(problem, nested.step_of(problem, chunk_size, max_bytes), per_param)
     else:
         shown = "per_sample_norms" if progress else None
-        norms, outcome = stream(Norms(per_param), problem, chunk_size=chunk_size, max_bytes=max_bytes, progress=shown)
+        norms, outcome = stream(
+            Norms(per_param or shards is not None),
+            problem,
+            chunk_size=chunk_size,
+            max_bytes=max_bytes,
+            progress=shown,
+            ranks=group,
+        )
+        if shards is not None:
+            norms = shards.whole_norms(norms)
+            norms = norms if per_param else [norm_of_norms(norms)]
     norms = [there.among_zeros(t) for t in norms]
     result = optree.tree_unflatten(problem.params_spec, norms) if per_param else norms[0]
     return there.with_aux(result, outcome)

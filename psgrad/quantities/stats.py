@@ -4,17 +4,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, NamedTuple, overload
 
+import optree
 import torch
 from torch import Tensor
 
 from .. import display
-from ..annotations import P, Randomness
+from ..annotations import Group, P, Randomness
 from ..composable import composed
 from ..engine.batched import Outcome
 from ..engine.problem import Problem
 from ..engine.validate import is_nested, validated
 from ..errors import ArgumentError
 from ..factors.maps import mapped_shape
+from ..processes.agreed import agreed
+from ..processes.ranks import Ranks
+from ..processes.sums import Sums
 from ..streaming.stream import (
     Counted,
     Quantity,
@@ -28,7 +32,8 @@ from ..streaming.stream import (
 )
 from ..torch_.compiler import uncompiled
 from . import nested
-from .factored import factored_chunk
+from .factored import factored, factored_chunk
+from .layered import scattered_moments
 from .named import Maps, empty_maps, maps_of
 
 
@@ -106,6 +111,7 @@ def grad_stats(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    group: Group | None = None,
 ) -> GradStats[P]: ...
 @overload
 def grad_stats(
@@ -121,10 +127,12 @@ def grad_stats(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    group: Group | None = None,
 ) -> tuple[GradStats[P], Any]: ...
 
 
 @uncompiled
+@agreed
 def grad_stats(
     fn: Callable[..., Any],
     params: Any,
@@ -138,6 +146,7 @@ def grad_stats(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    group: Any = None,
 ) -> Any:
     """Mean and variance of the per-sample gradients, and the gradient noise scale.
 
@@ -182,6 +191,8 @@ def grad_stats(
             norms are then those of QO^T g QI. Names as for `FactoredGrads.precondition`, which takes the transposes.
         valid: (N,) booleans; the other samples do not run and do not count, their entries are 0.
         has_aux: `fn` returns `(loss, aux)`; aux comes back with a leading sample axis, zeros where not `valid`.
+        group: processes that share a batch, as for `clipped_grad`: all but `sq_norms`, `values` and aux is over the
+            samples of all ranks.
 
     Returns:
         `GradStats(mean, variance, sq_norms, values, trace, sq_mean, noise_scale)`; with `has_aux`
@@ -201,26 +212,39 @@ def grad_stats(
     if there.mask is not None:
         refuse_recording("grad_stats of the samples that are valid")
     shown = "grad_stats" if progress else None
+    if group is not None and basis is not None:
+        raise ArgumentError("basis= and group= are both given\n  give one of them.")
+    if group is not None and group.lockstep is not None:
+        return _layer_by_layer(group, there, chunk_size, max_bytes)
+    rounds = None if group is None else (Sums(group, metas(problem), lambda: problem.n), Sums(group, metas(problem)))
     maps = {} if basis is None else maps_of(basis, problem.params_spec, problem.params, "basis", True)
     found, outcome = stream(Moments(maps), problem, chunk_size=chunk_size, max_bytes=max_bytes, progress=shown)
+    if rounds is not None:
+        found = _over_all_ranks(found, *rounds)
     below = found.seen - 1 if found.seen > 1 else torch.nan
     variance = [t.div_(below) for t in found.deviations]
     mean = found.mean if found.seen else [m * torch.nan for m in found.mean]
     none = torch.zeros(0, dtype=dtype_of(problem), device=problem.params[0].device)
     sq_norms = torch.cat(found.sq_norms) if found.sq_norms else none
-    return there.with_aux(_stats(there, mean, variance, sq_norms, max(found.seen, 1), outcome), outcome)
+    return there.with_aux(_stats(there, mean, variance, sq_norms, max(found.seen, 1), outcome, group), outcome)
 
 
 def _stats(
-    there: Counted, mean: list[Tensor], variance: list[Tensor], sq_norms: Tensor, count: Tensor | int, outcome: Outcome
+    there: Counted,
+    mean: list[Tensor],
+    variance: list[Tensor],
+    sq_norms: Tensor,
+    count: Tensor | int,
+    outcome: Outcome,
+    ranks: Ranks | None = None,
 ) -> GradStats[Any]:
     """The estimates from `count` samples, given the moments of each parameter's gradients."""
     problem, dtype = there.problem, dtype_of(there.problem)
     trace = torch.stack([v.sum(dtype=dtype) for v in variance]).sum()
     sq_mean = torch.stack([m.square().sum(dtype=dtype) for m in mean]).sum() - trace / count
     return GradStats(
-        tree_of_sums(problem, mean),
-        tree_of_sums(problem, variance),
+        tree_of_sums(problem, mean, ranks),
+        tree_of_sums(problem, variance, ranks),
         there.among_zeros(sq_norms),
         there.among_zeros(outcome.values),
         trace,
@@ -282,3 +306,34 @@ class Moments(Quantity[_Moments, _Moments]):
 
     def finish(self, state: _Moments) -> _Moments:
         return state
+
+
+def _layer_by_layer(ranks: Ranks, there: Counted, chunk_size: Any, max_bytes: Any) -> GradStats[Any]:
+    """The same for a model under fully_shard: factors are kept, and moments are made parameter by parameter."""
+    problem, dtype = there.problem, dtype_of(there.problem)
+    kept, outcome = factored(problem, chunk_size=chunk_size, max_bytes=max_bytes, ranks=ranks)
+    found = scattered_moments(ranks, problem, kept._blocks, dtype)
+    below = found.seen - 1 if found.seen > 1 else torch.nan
+    trace = found.total / below
+    sq_mean = (found.sq_mean if found.seen else found.sq_mean * torch.nan) - trace / max(found.seen, 1)
+    mean = found.mean if found.seen else [m * torch.nan for m in found.mean]
+    return GradStats(
+        optree.tree_unflatten(problem.params_spec, mean),
+        optree.tree_unflatten(problem.params_spec, [t / below for t in found.deviations]),
+        there.among_zeros(kept.sq_norms()),
+        there.among_zeros(outcome.values),
+        trace,
+        sq_mean,
+        trace / sq_mean,
+    )
+
+
+def _over_all_ranks(own: _Moments, first: Sums, second: Sums) -> _Moments:
+    """The moments of the samples of all ranks: the mean first, then what each rank has around it."""
+    sums: list[Tensor | None] = [m * own.seen for m in own.mean]
+    totals = first.result(sums)
+    seen = first.ranks.count
+    mean = [t.div_(max(seen, 1)) for t in totals]
+    around = zip(own.deviations, own.mean, mean, strict=True)
+    parts: list[Tensor | None] = [d.add_((m - whole).square_(), alpha=own.seen) for d, m, whole in around]
+    return _Moments(own.maps, mean, second.result(parts), own.sq_norms, seen)

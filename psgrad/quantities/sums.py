@@ -4,10 +4,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, overload
 
+import optree
 import torch
 from torch import Tensor
 
-from ..annotations import P, Randomness
+from ..annotations import Group, P, Randomness
 from ..engine.batched import Outcome
 from ..engine.collectors import SumCollector
 from ..engine.ladder import differentiating, join
@@ -15,7 +16,12 @@ from ..engine.problem import Problem
 from ..engine.validate import is_nested, validated
 from ..errors import ArgumentError, ArgumentTypeError
 from ..factors import assumptions
-from ..streaming.blocks import Block, add_sums, gathered, norms_of_block, norms_of_param
+from ..factors.numerics import norm_of_norms
+from ..processes.agreed import agreed
+from ..processes.ranks import Ranks
+from ..processes.shards import Shards, shards_of
+from ..processes.sums import Sums
+from ..streaming.blocks import Block, add_sums, blocks_joined, gathered, norms_of_block, norms_of_param
 from ..streaming.stream import (
     Counted,
     Quantity,
@@ -34,6 +40,8 @@ from ..streaming.stream import (
 from ..torch_ import levels, tracing
 from ..torch_.compiler import uncompiled
 from . import nested
+from .factored import Factors
+from .layered import scattered_sums
 from .norms import norms_of_chunk
 
 Totals = list[Tensor | None]  # sums of each parameter's gradients; None: zeros
@@ -53,6 +61,8 @@ def weighted_grad(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    sharded: Any = None,
+    group: Group | None = None,
 ) -> P: ...
 @overload
 def weighted_grad(
@@ -68,10 +78,13 @@ def weighted_grad(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    sharded: Any = None,
+    group: Group | None = None,
 ) -> tuple[P, Any]: ...
 
 
 @uncompiled
+@agreed
 def weighted_grad(
     fn: Callable[..., Any],
     params: Any,
@@ -85,6 +98,8 @@ def weighted_grad(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    sharded: Any = None,
+    group: Any = None,
 ) -> Any:
     """The sum over n of weights[n] times the gradient of sample n.
 
@@ -127,10 +142,16 @@ def weighted_grad(
         weights: (N,), or a function of the norms.
         valid: (N,) booleans; the other samples do not run.
         has_aux: `fn` returns `(loss, aux)`; aux comes back with a leading sample axis, zeros where not `valid`.
+        sharded: parameters in pieces, as for `clipped_grad`; it matters to a function of the norms.
+        group: processes that share a batch, as for `clipped_grad`: the sum is over the samples of all ranks, `weights`
+            are those of this rank's. A function of the norms is called once on every rank, with the norms of its own
+            samples, perhaps none; it may itself talk to the other ranks.
 
     Returns:
         A pytree like params; with `has_aux` `(grad, aux)`.
     """
+    if group is not None and callable(weights):
+        weights = group.once(weights)
     problem = validated(
         fn, params, batch, in_dims=in_dims, randomness=randomness, has_aux=has_aux, save_memory=max_bytes is not None
     )
@@ -140,8 +161,17 @@ def weighted_grad(
         return _nested_sums(there, weights, nested.step_of(problem, chunk_size, max_bytes))
     options: dict[str, Any] = {"chunk_size": chunk_size, "max_bytes": max_bytes}
     shown = "weighted_grad" if progress else None
+    if group is not None and group.lockstep is not None:
+        return _layer_by_layer(group, there, weights, options)
+    across = None if group is None else Sums(group, metas(problem), lambda: problem.n)
     if callable(weights):
-        one = KeptSums(_GivenWeights(there, weights))
+        shards = None if sharded is None else shards_of(sharded, params, max_bytes)
+        if shards is not None and chunk_size is not None and chunk_size < problem.n:
+            raise ArgumentError(
+                "sharded, chunk_size and a function of the norms are given, which takes two passes\n"
+                "  give weights, from per_sample_norms(..., sharded=...), or no chunk_size."
+            )
+        one = KeptSums(_GivenWeights(there, weights, shards), across)
         step = plan(one, problem, **options)
         assert isinstance(step, int)
         with differentiating(problem):
@@ -149,7 +179,28 @@ def weighted_grad(
         totals = found.totals
     else:
         totals, outcome = stream(WeightedSums(_checked_weights(weights, there)), problem, progress=shown, **options)
-    return there.with_aux(tree_of_sums(problem, totals), outcome)
+    if across is not None:
+        totals = list(across.result(totals))
+    return there.with_aux(tree_of_sums(problem, totals, group), outcome)
+
+
+def _layer_by_layer(ranks: Ranks, there: Counted, weights: Any, options: dict[str, Any]) -> Any:
+    """The same for a model under fully_shard: factors are kept, and sums are made parameter by parameter."""
+    problem = there.problem
+    w = None if callable(weights) else _checked_weights(weights, there)
+    if options["max_bytes"] is not None:
+        bounded: Any = TwoPasses(_GivenWeights(there, weights)) if w is None else WeightedSums(w)
+        stream(bounded, problem, ranks=ranks, **options)
+        ranks.agree(problem.n)
+        return optree.tree_unflatten(problem.params_spec, ranks.lockstep.pieces.result())
+    kept, _ = stream(Factors(), problem, ranks=ranks, **options)
+    blocks = list(blocks_joined(kept, problem.params[0].device))
+    del kept
+    if w is None:
+        (norms,) = norms_of(problem, blocks, False)
+        w = _checked_weights(weights(there.among_zeros(norms)), there)
+    leaves = scattered_sums(ranks, problem, blocks, [w] * len(problem.params), problem.n)
+    return optree.tree_unflatten(problem.params_spec, leaves)
 
 
 def _nested_sums(there: Counted, weights: Any, step: int) -> Any:
@@ -247,6 +298,7 @@ class Weigh:
 
     per_param = False  # from the norms of each parameter
     calls_users = False  # by a function of the user's, which is called once
+    good = True  # nothing so far makes the call fail in the end
 
     def __call__(self, norms: list[Tensor], count: int) -> tuple[list[Tensor], Weights]:
         """The norms as they are reported, and the weights of `count` parameters."""
@@ -268,10 +320,13 @@ class _GivenWeights(Weigh):
 
     calls_users = True
 
-    def __init__(self, there: Counted, function: Callable[[Tensor], Any]) -> None:
-        self.there, self.function = there, function
+    def __init__(self, there: Counted, function: Callable[[Tensor], Any], shards: Shards | None = None) -> None:
+        self.there, self.function, self.shards = there, function, shards
+        self.per_param = shards is not None
 
     def __call__(self, norms: list[Tensor], count: int) -> tuple[list[Tensor], Weights]:
+        if self.shards is not None and len(norms[0]):  # without samples nobody has anything to say
+            norms = [norm_of_norms(self.shards.whole_norms(norms))]
         w = _checked_weights(self.function(self.there.among_zeros(norms[0])), self.there)
         return norms, Weights([w] * count)
 
@@ -296,18 +351,21 @@ class KeptSums(Quantity[FromNorms, FromNorms]):
     name = "clipped"
     has_sums = True
 
-    def __init__(self, weigh: Weigh) -> None:
-        self.weigh = weigh
+    def __init__(self, weigh: Weigh, across: Sums | None = None) -> None:
+        self.weigh, self.across, self.n = weigh, across, 0
 
     def start(self, whole: Problem, step: int) -> FromNorms:
+        self.n = whole.n
         return FromNorms(_starting_totals(whole, step), [], [])
 
     def add(self, state: FromNorms, rows: slice, chunk: Problem, run: Run) -> Outcome:
         blocks, outcome = blocks_of(chunk, run)
         norms, weights = self._weighed(chunk, blocks)
         state.norms.append(norms)
+        across = self.across if rows.stop == self.n and self.weigh.good else None  # what is not good is not sent
         while blocks:
-            add_sums(blocks.pop(0), weights.of_params, state.totals, weights.skip_zero_check)
+            last = None if len(blocks) > 1 else across
+            add_sums(blocks.pop(0), weights.of_params, state.totals, weights.skip_zero_check, last)
         return outcome
 
     def _weighed(self, chunk: Problem, blocks: list[Block]) -> tuple[list[Tensor], Weights]:
@@ -315,10 +373,10 @@ class KeptSums(Quantity[FromNorms, FromNorms]):
         weigh, count = self.weigh, len(chunk.params)
         if assumptions.waits(chunk.params[0]) and not weigh.calls_users:
             with assumptions.doubted() as doubts:
-                found = weigh(_norms_of(chunk, blocks, weigh.per_param), count)
+                found = weigh(norms_of(chunk, blocks, weigh.per_param), count)
             if assumptions.hold(doubts):
                 return found
-        return weigh(_norms_of(chunk, blocks, weigh.per_param), count)
+        return weigh(norms_of(chunk, blocks, weigh.per_param), count)
 
     def finish(self, state: FromNorms) -> FromNorms:
         return state
@@ -327,7 +385,7 @@ class KeptSums(Quantity[FromNorms, FromNorms]):
         return KeptSums(_Rehearsed(self.weigh.per_param))
 
 
-def _norms_of(chunk: Problem, blocks: Sequence[Block], per_param: bool) -> list[Tensor]:
+def norms_of(chunk: Problem, blocks: Sequence[Block], per_param: bool) -> list[Tensor]:
     """Norms (N,) of what is kept, or those of each parameter."""
     lead, dtype, device = (chunk.n,), dtype_of(chunk), chunk.params[0].device
     if not per_param:

@@ -11,6 +11,7 @@ from ..factors import assumptions
 from ..factors.base import NormMemo, without_zero_weights
 from ..factors.numerics import cast, norm_of_norms, wide
 from ..factors.sum import Sum
+from ..processes.sums import Sums
 from ..torch_ import tracing
 from ..torch_.autograd import full_precision, in_full_precision
 
@@ -99,21 +100,26 @@ def norm_of_all(norms: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def add_sums(
-    block: Block, weights: Sequence[Tensor] | None, totals: list[Tensor | None], skip_zero_check: bool = False
+    block: Block,
+    weights: Sequence[Tensor] | None,
+    totals: list[Tensor | None],
+    skip_zero_check: bool = False,
+    across: Sums | None = None,
 ) -> None:
     """The weighted sums of a block's gradients, added to `totals`.
 
     `skip_zero_check`: the caller guarantees that weights of zero need no special handling. Where nobody else holds the
     block, memory falls with each sum: first those that free more than they take, then the others by what they free.
+    `across`: nothing is added to the totals after this, and each goes to the other ranks, in the order that all have.
     """
     index, order = block.places, list(range(len(block.sums)))
-    if not block.small:
+    if not block.small and across is None:
         order.sort(key=[_freed(own) for own in block.sums].__getitem__)
     sums: list[Sum | None] = list(block.sums)
     del block
     given = w = there = None
     with full_precision():
-        for i in order:
+        for i in order if across is None else across.following(totals):
             own, sums[i] = sums[i], None
             if own is None:  # zeros
                 continue

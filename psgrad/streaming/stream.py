@@ -23,6 +23,7 @@ from ..engine.validate import check_positive, is_nested
 from ..errors import ArgumentError
 from ..factors import assumptions, costs
 from ..factors.numerics import cast, widest
+from ..processes.ranks import Ranks
 from ..torch_ import levels, tracing
 from . import budget
 from .blocks import Block, Meta
@@ -39,6 +40,7 @@ class Quantity(Generic[State, Result]):
 
     name = ""  # what the planner remembers its measurements by
     has_sums = False  # over samples: chunks then hold sums of their own, which a run of all samples at once does not
+    keeps_all = False  # what is held grows with every chunk
     looks_first = False  # a pass over all chunks comes before: `look` at each, then `decide`
 
     def start(self, whole: Problem, step: int) -> State:
@@ -149,11 +151,14 @@ def stream(
     max_bytes: int | float | str | None,
     instead: Quantity[Any, Result] | None = None,
     progress: str | None = None,
+    ranks: Ranks | None = None,
 ) -> tuple[Result, Outcome]:
     """The quantity of all samples, and what came out besides; by `instead` where `max_bytes` is too little for it.
 
-    `progress`: the name that a bar over samples has; None shows none.
+    `progress`: the name that a bar over samples has; None shows none. `ranks`: some models want them in lock step.
     """
+    if ranks is not None and ranks.lockstep is not None:
+        return in_lock_step(quantity, problem, chunk_size, max_bytes, ranks.lockstep)
     step = plan(quantity, problem, chunk_size, max_bytes, instead)
     if isinstance(step, budget.TooLittle):
         assert instead is not None
@@ -189,6 +194,62 @@ def fold(
         for rows, chunk in chunks(problem, step, bar):
             outcomes.append(quantity.add(state, rows, chunk, run))
     return quantity.finish(state), joined(problem, outcomes)
+
+
+def in_lock_step(
+    quantity: Quantity[Any, Result], problem: Problem, chunk_size: int | None, max_bytes: Any, lockstep: Any
+) -> tuple[Result, Outcome]:
+    """The quantity of a model under fully_shard: all ranks run as many passes as the one with most to do.
+
+    Sums are not in the result: they are scattered as they come, and are in `lockstep.pieces`.
+    """
+    if problem.has_aux:
+        raise ArgumentError("has_aux is given, and from_module's fn returns the loss alone\n  drop has_aux.")
+    bound = check_step(problem, chunk_size, max_bytes)
+    if bound is not None and quantity.keeps_all:
+        raise ArgumentError(
+            "max_bytes is given, and for a model under fully_shard this keeps the factors of all samples\n"
+            "  give chunk_size: how many samples run at once."
+        )
+    with differentiating(problem):
+        step = min((chunk_size or problem.n) if bound is None else _rehearsed(lockstep, problem, bound), problem.n)
+        state = quantity.start(problem, step)
+        draws: list[Any] = []
+        outcomes: list[Outcome] = []
+        if quantity.looks_first:
+            for _, chunk in chunks(problem, step):
+                draws.append(generators(problem.params))
+                outcomes.append(quantity.look(state, chunk, lockstep.run))
+            lockstep.rest(problem)
+            quantity.decide(state)
+        after = generators(problem.params)
+        if quantity.has_sums:
+            lockstep.scattering(problem.params)
+        for k, (rows, chunk) in enumerate(chunks(problem, step)):
+            if draws:
+                rewind(draws[k])  # both passes draw the same numbers
+            outcomes.append(quantity.add(state, rows, chunk, lockstep.run))
+        if draws:
+            rewind(after)
+            del outcomes[len(draws) :]
+        lockstep.finish(problem)
+        return quantity.finish(state), joined(problem, outcomes)
+
+
+def _rehearsed(lockstep: Any, problem: Problem, bound: int) -> int:
+    """How many samples at once stay within `bound` bytes, by passes on one and on two rows of zeros.
+
+    What FSDP2 has gathered does not count; the sums of a unit, which wait to be scattered, do.
+    """
+    peaks = []
+    for n in (1, 2):
+        with budget.Meter([t for t in (*problem.params, *problem.batch) if isinstance(t, Tensor)]) as meter:
+            lockstep.rehearse(problem, n)
+        peaks.append(meter.peak + lockstep.layers.largest_sums())
+    one, two = map(int, peaks)
+    if one > bound:
+        raise budget.TooLittle(bound, one, "one sample at a time needs").error()
+    return 1 + (bound - one) // max(two - one, 1)
 
 
 def chunks(problem: Problem, step: int, bar: Bar | None = None) -> Iterable[tuple[slice, Problem]]:
@@ -314,10 +375,11 @@ def accumulate(totals: list[Tensor | None], found: Sequence[Tensor | None]) -> N
             totals[i] = t if total is None else total.add_(t)
 
 
-def tree_of_sums(problem: Problem, totals: Sequence[Tensor | None]) -> Any:
-    """Sums as a pytree like params, in the parameters' dtypes; zeros where there is nothing."""
+def tree_of_sums(problem: Problem, totals: Sequence[Tensor | None], ranks: Ranks | None = None) -> Any:
+    """Sums as a pytree like params, in the parameters' dtypes; zeros where there is nothing. Those of all `ranks` are
+    in pieces where the parameters were."""
     leaves = [
         torch.zeros_like(p, memory_format=torch.contiguous_format) if t is None else cast(t, p.dtype)
         for t, p in zip(totals, problem.params, strict=True)
     ]
-    return problem.params_spec.unflatten(leaves)
+    return problem.params_spec.unflatten(leaves if ranks is None else ranks.placed(leaves))

@@ -86,6 +86,13 @@ def lower(t: Tensor, n: int, level: int) -> Tensor:
     return inner.movedim(dim, 0) if dim else inner
 
 
+def rows_in_front(t: Tensor, level: int) -> Tensor:
+    """The (N, ...) tensor behind one that is batched at `level`."""
+    inner: Tensor
+    inner, dim = _ft._unwrap_batched(t, level)
+    return inner.movedim(dim, 0) if dim else inner
+
+
 def unwrap(t: Tensor, n: int, level: int) -> Tensor:
     """The same of a result of the function: memory of its own for every sample."""
     inner: Tensor

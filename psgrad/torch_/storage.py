@@ -37,6 +37,18 @@ def versions_of(tensors: Iterable[Tensor]) -> list[int]:
     return list(map(version_of, tensors))
 
 
+def expanded(t: Tensor, n: int) -> Tensor:
+    """`t` n times, without memory. Torch refuses views of a storage that is empty for now: it is not, for a moment."""
+    storage = t.untyped_storage()
+    if storage.nbytes() or not t.numel():
+        return t.expand(n, *t.shape)
+    storage.resize_(int(t.storage_offset() + _extent(t, 0)) * t.itemsize)
+    try:
+        return t.expand(n, *t.shape)
+    finally:
+        storage.resize_(0)
+
+
 def is_distinct(t: Tensor) -> bool:
     """Whether each number of `t` has a place of its own."""
     extent = 1

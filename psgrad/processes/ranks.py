@@ -1,0 +1,240 @@
+"""One call that all ranks of a group make together, and how they agree that it went well.
+
+The first thing that ranks tell each other, by one all-reduce of a length that depends on the size of the group alone,
+are their heads: whether the call has failed there, which call it is, where its random numbers begin, how many samples
+it has. Small sums travel along. A rank whose call raised takes part in what is left with zeros, and says so; only then
+are words exchanged, and every rank raises: that rank its own error, the others `RemoteError`.
+"""
+
+import contextlib
+import hashlib
+import warnings
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
+
+import optree
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..engine.ladder import callers_level
+from ..engine.problem import generators, paths
+from ..errors import ArgumentError, RemoteError, SharedSeedWarning
+from .groups import device_of, group_of
+from .placed import Place, places_of, whole
+
+
+class Head(NamedTuple):
+    """What a rank tells the others of its call; numbers that float64 holds exactly."""
+
+    failed: float
+    call: float  # a fingerprint of what has to be the same on all ranks
+    draws: float  # one of the generators' states when the call began; 0: it drew nothing
+    samples: float
+
+
+FIELDS = len(Head._fields)
+SMALL = 1024  # how many numbers of small parameters travel with the heads
+
+
+class Round(Protocol):
+    """Collectives that belong together. All ranks run them, or none."""
+
+    def abandon(self) -> None:
+        """Take part in what is left of them, as a rank that has failed."""
+        ...
+
+
+class Ranks:
+    """One call on all ranks of a group. As a context it sees to it that they end it alike."""
+
+    def __init__(self, group: Any, name: str, params: Any, randomness: str = "different") -> None:
+        self.group = group_of(group)
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.leaves, self.spec = optree.tree_flatten(params)
+        self.tensors = [t for t in self.leaves if isinstance(t, Tensor)]
+        self.places: list[Place | None] = []  # of the parameters that are DTensors, where there are any
+        self.device = device_of(self.group, self.tensors)
+        self.words = [name, f"{len(self.tensors)} parameters {[(tuple(t.shape), t.dtype) for t in self.tensors]}"]
+        self.randomness = randomness
+        self.draws = generators(self.tensors)
+        self.heads: list[Head] | None = None  # of all ranks, once they are known
+        self.rounds: list[Round] = []  # that are to come
+        self.owed: list[Callable[[], object]] = []  # to be called even where the call fails: others wait in them
+        self.lockstep: Any = None  # the passes of a model under fully_shard
+        self.over = False  # there is nothing left that others could wait for, or nothing that they would hear
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            if self.heads is None:
+                self.agree()
+            self._warn_of_shared_seeds()
+        elif isinstance(error, Exception) and not self.over:  # an interrupt waits for nobody
+            with contextlib.suppress(Exception):  # if the others cannot be told, this error is still the one to show
+                self._tell(error)
+
+    # ---- parameters in pieces ----------------------------------------------------------------------------
+
+    def in_pieces(self, **options: object) -> None:
+        """Note where the pieces of the parameters are, and see to it that all ranks have them in the same."""
+        self.places = places_of(self.leaves, paths(self.spec, "params"), self.group)
+        self.expect(places=[None if place is None else place.placements for place in self.places], **options)
+        self.agree()  # else a rank whose parameters are whole would wait for the others, who wait for it
+        self.heads = None  # those of the call itself are yet to come
+
+    def gathered(self) -> Any:
+        """The parameters, with every DTensor whole."""
+        self.in_pieces()
+        with self.in_touch():
+            leaves = [whole(t) if place else t for t, place in zip(self.leaves, self.places, strict=True)]
+        return optree.tree_unflatten(self.spec, leaves)
+
+    def placed(self, leaves: list[Tensor]) -> list[Tensor]:
+        """Tensors like the parameters, which all ranks have whole, in pieces where these are."""
+        if not self.places:
+            return leaves
+        return [t if place is None else place.of(t) for t, place in zip(leaves, self.places, strict=True)]
+
+    # ---- what has to be the same -------------------------------------------------------------------------
+
+    def expect(self, **options: object) -> None:
+        """Options that have to be the same on all ranks."""
+        self.words += [f"{name}={value!r}" for name, value in options.items()]
+
+    def once(self, function: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        """The user's function, which may talk to the other ranks: it is called once, even where the call fails."""
+
+        def owed() -> object:
+            return function(torch.zeros(0, device=self.device))
+
+        def called(norms: Tensor) -> Any:
+            self.owed.remove(owed)
+            return function(norms)
+
+        self.owed.append(owed)
+        return called
+
+    # ---- heads -------------------------------------------------------------------------------------------
+
+    @property
+    def count(self) -> int:
+        """Samples of all ranks."""
+        assert self.heads is not None
+        return int(sum(head.samples for head in self.heads))
+
+    def agree(self, samples: int = 0) -> list[Head]:
+        """Exchange heads and nothing else. Raises where some rank has failed, or makes another call."""
+        flat = self.first(samples)
+        self.finished(self.started(flat))
+        return self.read(flat)
+
+    def first(self, count: int, failed: bool = False) -> Tensor:
+        """What is reduced first: heads, and room for small sums."""
+        flat = torch.zeros(self.size * FIELDS + SMALL, dtype=torch.float64, device=self.device)
+        drew = self.randomness == "different" and not failed and not _same(self.draws, generators(self.tensors))
+        head = Head(failed, _fingerprint(self.words), _fingerprint(self.draws.values()) if drew else 0, count)
+        at = self.rank * FIELDS
+        flat[at : at + FIELDS] = torch.tensor(head, dtype=torch.float64)
+        return flat
+
+    def read(self, flat: Tensor) -> list[Head]:
+        """The heads of all ranks. Raises where some rank has failed, or makes another call."""
+        rows = flat[: self.size * FIELDS].view(self.size, FIELDS).tolist()
+        self.heads = [Head(*row) for row in rows]
+        if any(head.failed for head in self.heads):
+            raise self.remote(self._exchange(None))
+        if len({head.call for head in self.heads}) > 1:
+            said = "\n".join(f"  rank {rank}: {words}" for rank, words in self._exchange(self._call()))
+            raise ArgumentError(
+                f"the ranks of the group do not make the same call\n{said}\n"
+                "  every rank has to call the same function, with the same parameters and bounds, in the same order."
+            )
+        return self.heads
+
+    def _call(self) -> str:
+        """The call in words, for people to compare."""
+        return ", ".join(words if len(words) <= 200 else f"{words[:200]} ..." for words in self.words)
+
+    # ---- collectives -------------------------------------------------------------------------------------
+
+    def started(self, flat: Tensor) -> Any:
+        """A sum over all ranks, in place, that has begun."""
+        with self.in_touch():
+            return dist.all_reduce(flat, group=self.group, async_op=True)
+
+    def finished(self, work: Any) -> None:
+        with self.in_touch():
+            work.wait()
+
+    @contextlib.contextmanager
+    def in_touch(self) -> Any:
+        """Around a collective: one that fails, as when a process has died, is the last one of the call."""
+        try:
+            yield
+        except BaseException:
+            self.over = True
+            raise
+
+    # ---- errors ------------------------------------------------------------------------------------------
+
+    def _tell(self, error: Exception) -> None:
+        """Let the others know that the call has failed here."""
+        for call in self.owed:
+            with contextlib.suppress(Exception):
+                call()
+        if self.heads is None and not self.rounds:
+            self.finished(self.started(self.first(0, failed=True)))
+        elif self.rounds:
+            self.rounds[0].abandon()
+        else:
+            return
+        self._exchange(f"{type(error).__name__}: {error}")
+
+    def refuse(self) -> None:
+        """Raise since some rank has failed: the numbers of a round say so."""
+        raise self.remote(self._exchange(None))
+
+    def _exchange(self, own: str | None) -> list[tuple[int, str]]:
+        """Words of those ranks that have some, with their numbers in the whole job."""
+        said: list[Any] = [None] * self.size
+        with self.in_touch():
+            dist.all_gather_object(said, own, group=self.group)
+        self.over = True
+        return [(dist.get_global_rank(self.group, k), words) for k, words in enumerate(said) if words is not None]
+
+    @staticmethod
+    def remote(said: list[tuple[int, str]]) -> RemoteError:
+        error = RemoteError("\n".join(f"rank {rank}: {words}" for rank, words in said))
+        error.rank, error.message = said[0]
+        return error
+
+    def _warn_of_shared_seeds(self) -> None:
+        ranks: dict[float, list[int]] = {}
+        for k, head in enumerate(self.heads or ()):
+            if head.draws:
+                ranks.setdefault(head.draws, []).append(dist.get_global_rank(self.group, k))
+        if shared := [same for same in ranks.values() if len(same) > 1]:
+            warnings.warn(
+                f"ranks {', '.join(map(str, shared[0]))} drew the same random numbers for different samples\n"
+                "  seed every rank that has samples of its own differently: torch.manual_seed(seed + rank).",
+                SharedSeedWarning,
+                stacklevel=callers_level(),
+            )
+
+
+def _fingerprint(parts: Iterable[Any]) -> float:
+    """48 bits that tell lists of words, or of tensors of bytes, apart; never 0."""
+    digest = hashlib.blake2b(digest_size=6)
+    for part in parts:
+        digest.update(bytes(part.tolist()) if isinstance(part, Tensor) else f"{part}\n".encode())
+    return float(int.from_bytes(digest.digest(), "big") or 1)
+
+
+def _same(before: dict[Any, Tensor], after: dict[Any, Tensor]) -> bool:
+    return all(torch.equal(state, after[device]) for device, state in before.items())
