@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 import psgrad
 from psgrad.factors.base import Factor
@@ -319,3 +320,49 @@ def test_inside_a_transform() -> None:
         "per_sample_dots is called inside a torch.func transform\n"
         "  compute it from per_sample_grads there, which can be differentiated and vmapped."
     )
+
+
+# ---- a net of many kinds -----------------------------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    """Convolutions on channels-last images, one transposed, checkpoints, a recurrent layer."""
+
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 8, 3, padding=1, groups=groups)
+        self.back = nn.ConvTranspose2d(8, 4, 3, stride=2, output_padding=1, padding=1)
+        self.linear, self.lstm, self.head = nn.Linear(4, 5), nn.LSTM(5, 6, batch_first=True), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(lambda x: self.conv(x).tanh(), x, use_reentrant=False)
+        x = self.back(x).flatten(2).mT
+        x = checkpoint(lambda x: self.linear(x).relu(), x, use_reentrant=False)
+        found: Tensor = self.head(self.lstm(x[:, :6])[0][:, -1])
+        return found
+
+
+@pytest.mark.parametrize("n", [1, 5])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_every_question_about_a_net_of_many_kinds(groups: int, n: int) -> None:
+    """By rules, as any fallback would warn."""
+    fn, params = psgrad.from_module(Mixed(groups).double(), F.cross_entropy)
+    x = torch.randn(n, 4, 5, 5, dtype=torch.float64).to(memory_format=torch.channels_last)
+    batch = x, torch.randint(3, (n,))
+    grads = psgrad.testing.loop_grads(fn, params, batch)
+    rows = flat(grads)
+    for k in (None, 3):
+        v = directions(params, k)
+        want = sum(optree.tree_leaves(expected(grads, v, k)))
+        assert_close(psgrad.per_sample_dots(fn, params, batch, v), want)
+        assert_close(psgrad.factored_grads(fn, params, batch).dots(v), want)
+    for kind in ("sketch", "two_sided"):
+        found = psgrad.projected_grads(fn, params, batch, 50, kind=kind)
+        assert_close(psgrad.projected_grads(fn, params, batch, 50, kind=kind, max_bytes="2MB"), found)
+    assert_close(psgrad.ntk(fn, params, batch)[:, :, 0, 0], rows @ rows.mT)
+    factors = psgrad.kron_factors(fn, params, batch)
+    assert ("conv.weight" in factors) == (groups == 1)
+    sides = {name: (torch.randn_like(k.output), torch.randn_like(k.input)) for name, k in factors.items()}
+    mapped = psgrad.factored_grads(fn, params, batch).precondition(sides).dense()
+    for name, (left, right) in sides.items():
+        assert_close(mapped[name].flatten(2), left @ grads[name].flatten(2) @ right.mT)

@@ -162,7 +162,7 @@ class Patches(Factor):
                 y = convolution(x, v, self.geometry)
                 for axis, size in enumerate(g.shape[2:], start=2):  # a transposed one may have left positions out
                     y = y.narrow(axis, 0, size)
-                rows.append((y * g).view(len(part.x), -1).sum(1))
+                rows.append((y * g).reshape(len(part.x), -1).sum(1))
             columns.append(rows[0] if len(rows) == 1 else torch.cat(rows))
         return torch.stack(columns, 1)
 

@@ -128,7 +128,7 @@ class Projection(NamedTuple):
             if scale is not None:
                 numbers = numbers * scale[places]
             places = (places + shifts[places // self.dim]) % self.dim
-            found[some].scatter_add_(1, places.view(-1, t * d), numbers.view(-1, t * d))
+            found[some].scatter_add_(1, places.view(-1, t * d), numbers.reshape(-1, t * d))
         return found
 
 

@@ -24,6 +24,9 @@ from .named import indices_of, names_of
 class KronFactors(NamedTuple):
     """What `kron_factors` gives for a matrix of O rows and I columns: means over samples.
 
+    `output` always belongs to the rows of the parameter, and `input` to its columns: where a matrix is used transposed,
+    as in x @ w or a transposed convolution, it is its rows that meet x.
+
     Attributes:
         input: (I, I), of the sum over positions of x x^T, x being what the matrix is multiplied with.
         output: (O, O), of the sum over positions of g g^T, g being the gradient of the product; (O,), the diagonal of a
