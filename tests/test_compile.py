@@ -711,7 +711,12 @@ def test_mistakes() -> None:
         (
             lambda: psgrad.compile(psgrad.per_sample_grads, fn, out={}, progress=True),
             ValueError,
-            "progress= does not go with psgrad.compile\n  call the quantity itself for that.",
+            "out= does not go with psgrad.compile\n  call the quantity itself for that.",
+        ),
+        (
+            lambda: psgrad.compile(psgrad.clipped_grad, fn, group=object()),
+            ValueError,
+            "group= does not go with psgrad.compile\n  call the quantity itself for that.",
         ),
     ]:
         with pytest.raises(kind) as error:

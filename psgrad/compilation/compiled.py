@@ -117,7 +117,7 @@ def compile(
         backend: "replay" runs the graph op by op, without a compiler; "inductor" compiles it, which takes 3 to 50 s
             for each graph; "auto" does both where there is a compiler and the graph is not too large, measures, and
             keeps the faster.
-        options: of the quantity, for every call; all but `out` and `progress`.
+        options: of the quantity, for every call; all but `out`, `progress`, `differentiable`, `group` and `sharded`.
 
     Returns:
         A callable of `(params, batch)` and of further arguments of the quantity (`weights`, `valid=`), which has
@@ -134,6 +134,8 @@ def compile(
         raise ArgumentTypeError(f"fn is a {type(fn).__name__}, not a function\n  give fn(params, sample) -> loss.")
     if backend not in _BACKENDS:
         raise ArgumentError(f'backend={backend!r} is not one of "auto", "inductor", "replay"\n  say one of them.')
+    if hasattr(fn, "psgrad_layers"):
+        raise ArgumentError("fn is of a model under fully_shard, which cannot be compiled\n  call the quantity itself.")
     _refuse_options(options)
     if backend == "inductor" and (why := graphs.missing_compiler()) is not None:
         raise ArgumentError(f'backend="inductor" compiles C++, but {why}\n  install one, or say backend="replay".')
@@ -141,8 +143,8 @@ def compile(
 
 
 def _refuse_options(options: dict[str, Any]) -> None:
-    for name in ("out", "progress", "differentiable"):
-        if options.get(name):
+    for name in ("out", "progress", "differentiable", "group", "sharded"):
+        if options.get(name) not in (None, False):
             raise ArgumentError(f"{name}= does not go with psgrad.compile\n  call the quantity itself for that.")
 
 
