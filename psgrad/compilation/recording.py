@@ -5,6 +5,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from itertools import count
+from math import inf
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -21,7 +23,7 @@ from ..torch_.autograd import full_precision, is_autocasting
 
 Backend = Literal["auto", "inductor", "replay"]
 LARGE = 2500  # ops; the compiler would be busy for minutes with more
-_TURNS = 5  # runs of each contender, where two are measured
+_TURNS, _MOST_TURNS, _SECONDS = 5, 200, 0.5  # how long two contenders take turns, at least and at most
 
 
 class Recording:
@@ -121,17 +123,26 @@ def _ready(graph: Any, tensors: list[Tensor], backend: Backend, draws: Any) -> t
         if backend == "inductor":
             return compiled, "inductor"
         replayed = graphs.replay(graph)
-        best: dict[graphs.Runner, float] = {}
-        for turn in range(_TURNS + 1):
-            for runner in (compiled, replayed):
-                rewind(draws)
-                started = time.perf_counter()
-                runner(*tensors)
-                if tensors[0].device.type != "cpu":
-                    torch.accelerator.synchronize()
-                took = time.perf_counter() - started
-                best[runner] = took if turn < 2 else min(best[runner], took)  # the first warms up
-    return (compiled, "inductor") if best[compiled] <= best[replayed] else (replayed, "replay")
+        is_faster = _best_of(compiled, replayed, tensors, draws) is compiled
+    return (compiled, "inductor") if is_faster else (replayed, "replay")
+
+
+def _best_of(a: graphs.Runner, b: graphs.Runner, tensors: list[Tensor], draws: Any) -> graphs.Runner:
+    """The faster of two graphs, by the least time of turns that they take; the first one where it is close."""
+    best = {a: inf, b: inf}
+    began = time.perf_counter()
+    for turn in count():
+        for runner in (a, b):
+            rewind(draws)
+            started = time.perf_counter()
+            runner(*tensors)
+            if tensors[0].device.type != "cpu":
+                torch.accelerator.synchronize()
+            if turn:  # the first warms up
+                best[runner] = min(best[runner], time.perf_counter() - started)
+        if turn >= _TURNS and (time.perf_counter() - began > _SECONDS or turn >= _MOST_TURNS):
+            break
+    return a if best[a] <= 1.05 * best[b] else b
 
 
 class _Notice:
