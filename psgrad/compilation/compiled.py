@@ -105,8 +105,8 @@ def compile(
     - Batches of another size run on the next larger graph, filled up with copies of a sample that do not count;
       not those of `grad_stats`, `factored_grads`, or weights that are a function of the norms.
     - Dropout draws anew at every call, and repeats under `torch.manual_seed`.
-    - Python runs once: `print` in `fn`, and numbers from `random` or NumPy, are those of the recording. Where `fn`
-      draws from these two it is not recorded but runs eagerly.
+    - Python runs once: `print` in `fn` prints while it is recorded. Where `fn` draws from `random` or NumPy, or has
+      sizes that depend on values, it is not recorded but runs eagerly.
     - What cannot be recorded (samples that part ways at a branch, a loop over samples) runs eagerly, with a
       `FallbackWarning` that says why.
 
@@ -182,6 +182,15 @@ _facts: Callable[[Any], Any] = attrgetter("shape", "dtype", "device")
 _stride: Callable[[Any], Any] = methodcaller("stride")
 
 
+def _functions_among(options: Any) -> list[Any]:
+    return [leaf for leaf in optree.tree_leaves(options) if callable(leaf)]
+
+
+def _known(leaf: Any) -> Any:
+    """What tells an option from others: True is not 1, and 0.0 not -0.0."""
+    return (type(leaf), repr(leaf) if isinstance(leaf, float) else leaf)
+
+
 def _signature(call: _Call) -> tuple[list[Tensor], tuple[Any, ...]]:
     """The tensors of a call, and what a graph takes for granted of its arguments."""
     tree: Any = call
@@ -189,7 +198,7 @@ def _signature(call: _Call) -> tuple[list[Tensor], tuple[Any, ...]]:
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     others: tuple[Any, ...] = ()
     if len(tensors) != len(leaves):
-        others = tuple([None if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves])  # True is not 1
+        others = tuple([None if isinstance(leaf, Tensor) else _known(leaf) for leaf in leaves])
     return tensors, (spec, *map(_facts, tensors), *map(_stride, tensors), others)
 
 
@@ -204,6 +213,7 @@ class Compiled:
         self._names = list(inspect.signature(quantity).parameters)[3:]  # of arguments behind the batch
         self._check = getattr(fn, "psgrad_check", None)
         self._lock = threading.RLock()
+        self._functions = _functions_among(self.options)  # such as weights
         self._capture = Capture(quantity, fn, self.options)
         self._can_be_captured = quantity in _IN_GRAPHS and not self.options.get("has_aux")
         self.clear()
@@ -239,7 +249,11 @@ class Compiled:
         options = self.options
         if args or kwargs:
             _refuse_options(kwargs)
-            options = {**options, **dict(zip(self._names, args, strict=False)), **kwargs}
+            more = dict(zip(self._names, args, strict=False)) | kwargs
+            options = {**options, **more}
+            if _functions_among(more):  # what they read is not watched
+                self._warn("a function is given at the call; give it to psgrad.compile")
+                return self._missed(_Call(params, batch, options))
         call = _Call(params, batch, options)
         if tracing.dispatch_modes() or is_nested():
             return self._eagerly(call)
@@ -247,6 +261,9 @@ class Compiled:
             self._check(params)
         world = self._world()
         if world is None:
+            return self._missed(call)
+        if world.surroundings.refusal is not None:
+            self._warn(world.surroundings.refusal)
             return self._missed(call)
         tensors, signature = _signature(call)
         try:
@@ -274,14 +291,19 @@ class Compiled:
                 self._warn(f"{self._worlds[0].surroundings.changed()}, which fn reads, changes from call to call")
                 return None
             self._changes += 1
-            world = _World(self.fn)
+            world = _World((self.fn, *self._functions))
             self._worlds = [world, *self._worlds[: _WORLDS - 1]]
             return world
 
     def _run(self, entry: _Entry, tensors: list[Tensor]) -> Any:
         """The result by a graph whose assumptions hold, or NotImplemented."""
         for i, graph in enumerate(entry.graphs):
-            found = graph.run(tensors)
+            try:
+                found = graph.run(tensors)
+            except Exception as error:  # an index out of range, say: the eager call has the better words for it
+                if is_out_of_memory(error):
+                    raise
+                found = NotImplemented
             if found is not NotImplemented:
                 if i:
                     entry.graphs.insert(0, entry.graphs.pop(i))
@@ -389,7 +411,10 @@ class Compiled:
             with self._lock:
                 target = world.entries.setdefault(key, _Entry())
                 if not target.graphs and not target.given_up:
-                    self._record(target, larger)
+                    try:
+                        self._record(target, larger)
+                    except PsgradError:  # words about sizes would be about the larger ones
+                        return self._missed(call)
                     target.given_up = not target.graphs
         found = self._run(target, tensors)
         if found is NotImplemented:

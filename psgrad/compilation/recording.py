@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import count
 from math import inf
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any, Literal
 
 import optree
@@ -36,13 +36,20 @@ class Recording:
         self.leaves = leaves  # of the result; None where a tensor of the graph goes
         self.only_tensors = all(leaf is None for leaf in leaves)
         self.assumes = True  # the graph's last tensor says whether its assumptions hold
+        self.draws = False  # random numbers
+        self.facts = [*map(_facts, met), *map(_stride, met)]
         self.ops: list[str] = []
         self.seconds = 0.0
 
     def run(self, tensors: list[Tensor]) -> Any:
         """The result of the call, or NotImplemented where what the graph assumes is not so."""
+        if self.met and [*map(_facts, self.met), *map(_stride, self.met)] != self.facts:
+            return NotImplemented  # a cast or a move has given a tensor other memory
+        before = generators(tensors) if self.draws and self.assumes else None
         found = list(_run(self.runner, (*tensors, *self.met)))
         if self.assumes and not found.pop():
+            if before is not None:
+                rewind(before)  # whoever runs instead draws the same numbers
             return NotImplemented
         if not self.only_tensors:
             rest = iter(found)
@@ -62,6 +69,8 @@ def _run(runner: graphs.Runner, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 _requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
+_facts: Callable[[Tensor], Any] = attrgetter("shape", "dtype", "device")
+_stride: Callable[[Tensor], Any] = methodcaller("stride")
 
 
 def record(quantity: Callable[..., Any], fn: Any, call: tuple[Any, ...], backend: Backend) -> Recording:
@@ -93,24 +102,34 @@ def record(quantity: Callable[..., Any], fn: Any, call: tuple[Any, ...], backend
     with _Notice(f"psgrad.compile: {quantity.__name__}, recording and compiling"):
         draws, foreign = generators(tensors), _foreign_generators()
         try:
-            graph, met = graphs.record(flat, tensors)
+            graph, met, why = graphs.record(flat, tensors)
+            after = generators(tensors)
+            has_drawn = not all(torch.equal(state, after[device]) for device, state in draws.items())
         finally:
             rewind(draws)
         if _foreign_generators() != foreign:
             raise Unrecordable("fn draws random numbers by Python's random or by NumPy")
+        if why is not None:
+            raise Unrecordable(why)
         ops = graphs.ops_of(graph)
         runner, used = _ready(graph, [*tensors, *met], backend, draws)
         rewind(draws)
     out_spec, out_leaves, assumes = shape
     made = Recording(runner, used, met, out_spec, out_leaves)
     made.assumes, made.ops, made.seconds = assumes, ops, time.perf_counter() - started
+    made.draws = has_drawn
     return made
 
 
 def _foreign_generators() -> Any:
     """The states of generators that are not torch's."""
     numpy = sys.modules.get("numpy")
-    return random.getstate(), None if numpy is None else numpy.random.get_state(legacy=False)["state"]["pos"]
+    return random.getstate(), None if numpy is None else _of_numpy(numpy)
+
+
+def _of_numpy(numpy: Any) -> Any:
+    kind, key, *rest = numpy.random.get_state()
+    return kind, key.tobytes(), rest
 
 
 def _ready(graph: Any, tensors: list[Tensor], backend: Backend, draws: Any) -> tuple[graphs.Runner, str]:

@@ -6,7 +6,11 @@ for a graph reads them anew; that another tensor, number, flag or function stand
 
 import dis
 import functools
+import random
+import sys
 import types
+from array import array
+from collections import deque
 from collections.abc import Iterator
 from operator import attrgetter, is_
 from typing import Any
@@ -15,7 +19,7 @@ import torch
 from torch import Tensor
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-_STOPS = (*_PLAIN, Tensor, type, types.ModuleType, types.BuiltinFunctionType)  # nothing to be found inside
+_STOPS = (*_PLAIN, Tensor)  # nothing to be found inside
 _LIBRARIES = (
     "torch",
     "optree",
@@ -43,7 +47,13 @@ class Surroundings:
         self.contents: list[Any] = []
         self.lists: list[list[Any]] = []
         self.copies: list[list[Any]] = []
+        self.objects: list[Any] = []  # attributes that no dict holds: of classes, functions, slots
+        self.names: list[str] = []
+        self.attributes: list[Any] = []
         self.sized: list[dict[Any, Any]] = []
+        self.frozen: list[tuple[Any, Any]] = []  # sets and small arrays, and what was in them
+        self.refusal: str | None = None  # why a function that reads this cannot be recorded
+        self._read: set[str] = set()  # names that some function's code mentions
         self._seen: set[int] = set()
         self._look(fn, 0)
         self.sizes = list(map(len, self.sized))
@@ -53,8 +63,10 @@ class Surroundings:
         return (
             all(map(is_, map(dict.get, self.dicts, self.keys), self.items))
             and all(map(is_, map(_contents, self.cells), self.contents))
+            and all(map(is_, map(_attribute, self.objects, self.names), self.attributes))
             and list(map(len, self.sized)) == self.sizes
             and not (self.lists and self._changed_list())
+            and not (self.frozen and self._thawed())
         ) or self.changed() is None
 
     def changed(self) -> str | None:
@@ -67,9 +79,19 @@ class Surroundings:
             if not _is_same(now := _contents(cell), before):
                 return f"a variable of type {type(now).__name__} that it closes over"
             self.contents[i] = now
+        for i, (home, name, before) in enumerate(zip(self.objects, self.names, self.attributes, strict=True)):
+            if not _is_same(now := _attribute(home, name), before):
+                return f"{name!r} of {getattr(home, '__name__', type(home).__name__)}"
+            self.attributes[i] = now
         if list(map(len, self.sized)) != self.sizes:
             return "a dict that has grown or shrunk"
+        if self._thawed():
+            return "a set or an array"
         return "a list" if self._changed_list() else None
+
+    def _thawed(self) -> bool:
+        """Whether a set or an array has other contents."""
+        return any(_contents_of(value) != before for value, before in self.frozen)
 
     def _changed_list(self) -> bool:
         """Whether a list has other items."""
@@ -87,6 +109,14 @@ class Surroundings:
             self.items.append(value)
             self._look(value, depth + 1)
 
+    def _attribute(self, home: Any, name: str, depth: int) -> None:
+        value = _attribute(home, name)
+        if len(self.objects) < _MANY and value is not _NOTHING:
+            self.objects.append(home)
+            self.names.append(name)
+            self.attributes.append(value)
+            self._look(value, depth + 1)
+
     def _look(self, value: Any, depth: int) -> None:
         """Find the places inside `value`."""
         if isinstance(value, _STOPS) or depth > _DEPTH or id(value) in self._seen:
@@ -96,8 +126,14 @@ class Surroundings:
             self._look_at_function(value, depth)
         elif isinstance(value, types.MethodType):
             self._look_at_all((value.__self__, value.__func__), depth)
+        elif isinstance(value, types.BuiltinFunctionType):
+            self._look(value.__self__, depth + 1)
         elif isinstance(value, functools.partial):
-            self._look_at_all((value.func, *value.args, *value.keywords.values()), depth)
+            self._look_at_all((value.func, value.args, value.keywords), depth)
+        elif isinstance(value, (staticmethod, classmethod)):
+            self._look(value.__func__, depth + 1)
+        elif isinstance(value, property):
+            self._look(value.fget, depth + 1)
         elif isinstance(value, dict):
             self.sized.append(value)
             for key, item in list(value.items()):
@@ -106,18 +142,23 @@ class Surroundings:
             self.lists.append(value)
             self.copies.append(list(value))
             self._look_at_all(value, depth)
-        elif isinstance(value, (tuple, set, frozenset)):
+        elif isinstance(value, (tuple, frozenset)):
             self._look_at_all(value, depth)
         elif isinstance(value, torch.nn.Module):
             self._look_at_module(value, depth)
-        elif hasattr(value, "__dict__") and not _is_fixed(type(value).__module__):
-            self._look_at_attributes(value, depth)
+        elif isinstance(value, (type, types.ModuleType)):
+            self._look_at_namespace(value, depth)
+        else:
+            self._look_at_object(value, depth)
 
     def _look_at_all(self, values: Any, depth: int) -> None:
         for value in values:
             self._look(value, depth + 1)
 
     def _look_at_function(self, function: types.FunctionType, depth: int) -> None:
+        is_fixed = _is_fixed(function.__module__)
+        if not is_fixed:
+            self._read.update(_mentioned(function.__code__))
         for cell in function.__closure__ or ():
             try:
                 value = _contents(cell)
@@ -126,12 +167,22 @@ class Surroundings:
             self.cells.append(cell)
             self.contents.append(value)
             self._look(value, depth + 1)
-        if not _is_fixed(function.__module__):
-            scope = function.__globals__
-            for name in dict.fromkeys(_names(function.__code__)):
-                if name in scope:
-                    self._place(scope, name, scope[name], depth)
-            self._look_at_all((*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()), depth)
+        if is_fixed:
+            return
+        for name in ("__code__", "__defaults__", "__kwdefaults__"):
+            self._attribute(function, name, depth)
+        scope = function.__globals__
+        for name in dict.fromkeys(_names(function.__code__)):
+            if name in scope:
+                self._place(scope, name, scope[name], depth)
+
+    def _look_at_namespace(self, home: Any, depth: int) -> None:
+        """What a module of Python, or a class, has under names that the functions so far mention."""
+        if not _is_fixed(home.__name__ if isinstance(home, types.ModuleType) else home.__module__):
+            self._seen.discard(id(home))  # a function that comes later may mention other names
+            for name in sorted(self._read & vars(home).keys()):
+                if not any(h is home and n == name for h, n in zip(self.objects, self.names, strict=True)):
+                    self._attribute(home, name, depth)
 
     def _look_at_module(self, module: torch.nn.Module, depth: int) -> None:
         home = vars(module)
@@ -140,23 +191,83 @@ class Surroundings:
                 self._look(value, depth + 1)
             else:
                 self._place(home, key, value, depth)
-        self._look(type(module).forward, depth + 1)
+        self._look_at_class(type(module), depth)
 
-    def _look_at_attributes(self, value: Any, depth: int) -> None:
-        home = vars(value)
-        for key, item in list(home.items()):
-            self._place(home, key, item, depth)
-        if callable(value):
-            self._look(type(value).__call__, depth + 1)
+    def _look_at_class(self, kind: type, depth: int) -> None:
+        """The methods of a class, which the instance's own code may call, and the attributes that these mention."""
+        own = [each for each in kind.__mro__ if not _is_fixed(each.__module__)]
+        for each in own:
+            self._look_at_all([v for v in vars(each).values() if isinstance(v, _METHODS)], depth)
+        for each in own:
+            self._look_at_namespace(each, depth)
+
+    def _look_at_object(self, value: Any, depth: int) -> None:
+        if isinstance(value, (random.Random, Iterator)) or _is_numpys_generator(value):
+            self.refusal = f"fn reads a {type(value).__name__}, which gives something else every time"
+        elif _contents_of(value) is not _NOTHING:
+            self.frozen.append((value, _contents_of(value)))
+        elif not _is_fixed(type(value).__module__):
+            home = getattr(value, "__dict__", {})
+            if home:
+                self.sized.append(home)
+            for key, item in list(home.items()):
+                self._place(home, key, item, depth)
+            for name in [n for kind in type(value).__mro__ for n in _slots(kind)]:
+                self._attribute(value, name, depth)
+            self._look_at_class(type(value), depth)
+
+
+_NOTHING: Any = object()
+_METHODS = (types.FunctionType, staticmethod, classmethod, property)
+
+
+def _attribute(home: Any, name: str) -> Any:
+    return vars(home).get(name, _NOTHING) if isinstance(home, type) else getattr(home, name, _NOTHING)
+
+
+def _slots(kind: type) -> Any:
+    slots = vars(kind).get("__slots__", ())
+    return [slots] if isinstance(slots, str) else [name for name in slots if not name.startswith("__")]
+
+
+def _contents_of(value: Any) -> Any:
+    """What is in a set, a queue or a small array, to be compared; `_NOTHING` for others."""
+    if isinstance(value, set):
+        return frozenset(value)
+    if isinstance(value, deque):
+        return tuple(map(id, value))
+    if isinstance(value, (bytearray, array)):
+        return bytes(value)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)) and value.nbytes <= _LONG:
+        return value.tobytes()
+    return _NOTHING
+
+
+def _is_numpys_generator(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))
 
 
 def _is_same(now: Any, before: Any) -> bool:
-    return now is before or (type(now) is type(before) and isinstance(now, _PLAIN) and now == before)
+    if now is before:
+        return True
+    if type(now) is not type(before) or not isinstance(now, _PLAIN):
+        return False
+    return repr(now) == repr(before) if isinstance(now, (float, complex)) else bool(now == before)  # 0.0 is not -0.0
 
 
 def _is_fixed(module: str | None) -> bool:
     """Whether a module of Python belongs to a library whose state does not count."""
     return (module or "").partition(".")[0] in _LIBRARIES
+
+
+def _mentioned(code: types.CodeType) -> Iterator[str]:
+    """All names that a function's code, or that of a function inside it, mentions: globals and attributes."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _mentioned(constant)
 
 
 def _names(code: types.CodeType) -> Iterator[str]:

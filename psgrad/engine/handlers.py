@@ -22,6 +22,7 @@ from ..torch_.functions import (
     MAKERS,
     NUMBERS,
     PURE,
+    READS,
     REQUIRES_GRAD,
     SET_REQUIRES_GRAD,
     SHOWN,
@@ -33,6 +34,7 @@ from ..torch_.functions import (
     is_composite,
     is_python,
     opened,
+    reads_values,
     writes,
 )
 from ..torch_.storage import storage_of
@@ -84,6 +86,13 @@ def refuse_outdated(mode: "Mode", call: "TorchCall") -> Any:
         for t in op_loop.leaves((call.args, call.kwargs)):
             if isinstance(t, Tensor) and storage_of(levels.plain(t)) in mode.outdated:
                 raise NeedsLoop("fn reads what would have changed with a view of it, or in a norm")
+    return NotImplemented
+
+
+def refuse_read(mode: "Mode", call: "TorchCall") -> Any:
+    """A value that Python gets by another way than `ANSWERS`: a graph would keep it."""
+    if assumptions.are_for_others() and reads_values(call.func, call.args, call.kwargs):
+        raise Unrecordable(f"fn reads numbers by {name_of(call.func)}")
     return NotImplemented
 
 
@@ -311,6 +320,7 @@ def _has_body(func: Any) -> bool:
 
 TABLE: tuple[tuple[Callable[[Any], bool], Handler], ...] = (
     (_always, refuse_outdated),
+    (READS.__contains__, refuse_read),
     (RANDOM.__contains__, draw),
     (_is_function, keep_arguments),
     (faults.FUNCTIONS.__contains__, avoid_fault),

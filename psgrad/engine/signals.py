@@ -4,6 +4,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ..torch_.functions import ANSWERS, READS, reads_values
 
 
 class Signal(BaseException):
@@ -42,6 +45,15 @@ class Unrecordable(Signal):
     def __init__(self, why: str) -> None:
         super().__init__(why)
         self.why = why
+
+
+class NoReads(TorchFunctionMode):
+    """Inside, a function of the user's is recorded outside of the mode: where it reads values it cannot be."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in ANSWERS or (func in READS and reads_values(func, args, kwargs or {})):
+            raise Unrecordable(f"a function of the norms reads numbers by {getattr(func, '__name__', func)}")
+        return func(*args, **(kwargs or {}))
 
 
 def split_by_rows(rows: Tensor) -> None:

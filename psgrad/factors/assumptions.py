@@ -33,6 +33,17 @@ def noted() -> Iterator[list[Tensor]]:
         _thread.conditions = before
 
 
+@contextmanager
+def apart() -> Iterator[None]:
+    """Inside, nothing is recorded and nothing is noted: for work of our own, such as the planner's."""
+    before, _thread.conditions = _thread.conditions, None
+    try:
+        with tracing.unrecorded():
+            yield
+    finally:
+        _thread.conditions = before
+
+
 # ---- eager calls: looks that wait for one another ----------------------------------------------------------
 
 LOOKS_AT_ONCE = frozenset({"cpu", "meta"})  # devices whose numbers are there when they are asked for

@@ -13,6 +13,7 @@ from ..engine.batched import Outcome
 from ..engine.collectors import SumCollector
 from ..engine.ladder import differentiating, join
 from ..engine.problem import Problem
+from ..engine.signals import NoReads
 from ..engine.validate import is_nested, validated
 from ..errors import ArgumentError, ArgumentTypeError
 from ..factors import assumptions
@@ -327,7 +328,13 @@ class _GivenWeights(Weigh):
     def __call__(self, norms: list[Tensor], count: int) -> tuple[list[Tensor], Weights]:
         if self.shards is not None and len(norms[0]):  # without samples nobody has anything to say
             norms = [norm_of_norms(self.shards.whole_norms(norms))]
-        w = _checked_weights(self.function(self.there.among_zeros(norms[0])), self.there)
+        norms_of_all = self.there.among_zeros(norms[0])
+        if assumptions.are_noted():
+            with NoReads():
+                found = self.function(norms_of_all)
+        else:
+            found = self.function(norms_of_all)
+        w = _checked_weights(found, self.there)
         return norms, Weights([w] * count)
 
 

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..factors import assumptions
 from ..factors.numerics import folded
 from ..registry.rule import BatchFold, Decline
 from ..torch_ import kernels, levels, tracing
@@ -56,6 +57,8 @@ def bind_cross_entropy_loss(
 def cross_entropy(options: Options, x: Tensor, target: Tensor) -> Tensor:
     """The losses (N,) of x (N, B, C, ...) and target (N, B, ...)."""
     weight, reduction, ignored, smoothing = options
+    if assumptions.are_noted():  # a compiler may leave out the op that would refuse a target that is no class
+        assumptions.assume(((target >= 0) & (target < x.shape[2])) | (target == ignored))
     each = kernels.cross_entropy(folded(x), folded(target), weight, 0, ignored, smoothing)
     n = x.shape[0]
     size = target.numel() // n

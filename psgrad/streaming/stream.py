@@ -290,7 +290,7 @@ def plan(
     bound = check_step(problem, chunk_size, max_bytes)
     if bound is None or problem.n == 0 or is_nested():
         return min(chunk_size or problem.n, problem.n)
-    with tracing.unrecorded() if tracing.is_recorded() else nullcontext():
+    with assumptions.apart() if tracing.is_recorded() else nullcontext():
         found = budget.chunk_size(problem, bound, quantity)
     if isinstance(found, budget.TooLittle) and instead is None:
         raise found.error()

@@ -13,6 +13,38 @@ from . import operators
 ANSWERS: frozenset[Callable[..., Any]] = frozenset(  # a Python value from a tensor
     getattr(torch.Tensor, name) for name in ("__bool__", "__int__", "__float__", "__index__", "item", "tolist")
 ) | {torch.is_nonzero}
+# Other ways in which Python comes by values, or makes tensors of them; of some only where tensors are among the values.
+_MADE_OF: frozenset[Any] = frozenset(
+    [torch.tensor, torch.as_tensor, torch.asarray, torch.full, torch.arange, torch.linspace]
+)
+_SLICED: frozenset[Any] = frozenset([torch.Tensor.__getitem__, torch.Tensor.__setitem__])
+READS: frozenset[Any] = (
+    frozenset[Any](getattr(torch.Tensor, name) for name in ("numpy", "__array__", "__complex__", "__dlpack__"))
+    | {torch.equal, torch.allclose, torch.Tensor.equal, torch.Tensor.allclose}
+    | _MADE_OF
+    | _SLICED
+)
+
+
+def reads_values(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a call of one of `READS` hands values to Python."""
+    if func in _SLICED:
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        bounds = [b for i in index if isinstance(i, slice) for b in (i.start, i.stop, i.step)]
+        return any(isinstance(b, torch.Tensor) for b in bounds)
+    if func in (torch.tensor, torch.as_tensor, torch.asarray):
+        return isinstance(args[0] if args else None, (list, tuple)) and _holds_tensors(args[0])
+    if func in _MADE_OF:
+        return any(isinstance(a, torch.Tensor) for a in (*args, *kwargs.values()))
+    return True
+
+
+def _holds_tensors(values: Any) -> bool:
+    if isinstance(values, (list, tuple)):
+        return any(map(_holds_tensors, values))
+    return isinstance(values, torch.Tensor)
+
+
 REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _PROPERTIES = vars(torch._C.TensorBase)
 GRAPHS = (_PROPERTIES["is_leaf"].__get__, _PROPERTIES["grad_fn"].__get__)

@@ -16,8 +16,11 @@ Graph = torch.fx.GraphModule
 Runner = Callable[..., Sequence[Tensor]]  # a graph at work: tensors in, tensors out
 
 
-def record(function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> tuple[Graph, list[Tensor]]:
-    """The ops of `function(*inputs)` as a graph, in their order, and the other tensors that it met.
+def record(
+    function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]
+) -> tuple[Graph, list[Tensor], str | None]:
+    """The ops of `function(*inputs)` as a graph, in their order; the other tensors that it met; and why it is good for
+    the recorded values alone, if it is.
 
     The graph takes these behind its inputs: whoever runs it says what they are by then. Had they stayed in it, a
     compiler would take their numbers for granted.
@@ -37,11 +40,44 @@ def record(function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) 
             met[id(t)] = t, last
         node.replace_all_uses_with(met[id(t)][1])
         graph.graph.erase_node(node)
+    fixed = _what_is_fixed(graph, {node for _, node in met.values()})
     graph.graph.eliminate_dead_code()
     for name in [name for name, value in vars(graph).items() if isinstance(value, Tensor)]:
         delattr(graph, name)
     graph.recompile()
-    return graph, [t for t, _ in met.values()]
+    return graph, [t for t, _ in met.values()], fixed
+
+
+def _what_is_fixed(graph: Graph, met: set[torch.fx.Node]) -> str | None:
+    """Why a graph is good for the recorded values alone: sizes that follow from values, writes to what it has met."""
+    for node in graph.graph.nodes:
+        if not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        if torch.Tag.dynamic_output_shape in node.target.tags and not _is_by_integers(node):
+            return f"the sizes that {node.target.name()} gives depend on values"
+        schema = node.target._schema
+        for i, argument in enumerate(schema.arguments):
+            written = argument.alias_info is not None and argument.alias_info.is_write and i < len(node.args)
+            if written and _root(node.args[i]) in met:
+                return f"{node.target.name()} writes to a tensor that fn closes over"
+    return None
+
+
+def _is_by_integers(node: torch.fx.Node) -> bool:
+    """Whether a node indexes by integers alone, which decide no size."""
+    if node.target is not torch.ops.aten.index.Tensor:
+        return False
+    indices = [index for index in node.args[1] if index is not None]  # type: ignore[union-attr]
+    return not any(index.meta["val"].dtype in (torch.bool, torch.uint8) for index in indices)  # type: ignore[union-attr]
+
+
+def _root(node: Any) -> Any:
+    """What a node is a view of, as far as ops that return their argument's memory tell."""
+    while isinstance(node, torch.fx.Node) and isinstance(node.target, torch._ops.OpOverload):
+        if not node.target.is_view and not node.target._schema.is_mutable:
+            return node
+        node = node.args[0]
+    return node
 
 
 def ops_of(graph: Graph) -> list[str]:
