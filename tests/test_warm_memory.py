@@ -35,7 +35,7 @@ from .test_contract import pytestmark as of_contract
 
 supported = pytest.mark.skipif(not huge_pages._HUGE_PAGES, reason="the system has no such memory")
 pytestmark = [supported, *of_contract]
-LARGE = 1 << 18  # bytes: from here on memory is lent
+LARGE = 1 << 20  # bytes: from here on results are lent
 
 
 @pytest.fixture(autouse=True)

@@ -34,7 +34,7 @@ from . import huge_pages
 
 MOST = 2 << 30  # bytes that a thread keeps at most
 RECENT = 8  # calls: what none of so many has used is given back
-_LEAST = 1 << 18  # bytes of a block: a loan takes 4 us more than malloc, and saves page faults of 0.2 us each
+_LEAST = 1 << 20  # bytes of a block: a loan takes 4 us more than malloc, which keeps smaller ones by itself
 _SLACK = 1.25  # how much larger than asked a block may be: batches differ a little in size
 
 
