@@ -1185,3 +1185,23 @@ def test_a_bound_that_is_a_tensor_breaks_the_graph() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(lambda params, x, y: made(params, (x, y)), backend="aot_eager")
     assert compiled(params, *batch_of(N)).sensitivity == pytest.approx(0.3)
+
+
+def test_too_many_arguments_are_refused() -> None:
+    """What the eager call takes by name alone is taken by name alone."""
+    fn, params = psgrad.from_module(net(), F.cross_entropy)
+    with pytest.raises(TypeError, match="positional argument"):
+        compiled_norms(fn)(params, batch_of(N), True)
+    with pytest.raises(TypeError, match="positional argument"):
+        psgrad.compile(psgrad.clipped_grad, fn, backend="replay")(params, batch_of(N), 1.0, None)
+
+
+def test_what_weights_close_over_is_read_anew_in_one_graph() -> None:
+    fn, params = psgrad.from_module(net(), F.cross_entropy)
+    scale = torch.tensor(2.0, dtype=D)
+    weights = lambda norms: scale * torch.ones_like(norms)
+    made = psgrad.compile(psgrad.weighted_grad, fn, weights=weights)
+    compiled = in_one_graph(lambda params, x, y: made(params, (x, y)), "aot_eager")
+    for _ in range(2):
+        assert_same(compiled(params, *batch_of(N)), psgrad.weighted_grad(fn, params, batch_of(N), weights))
+        scale.mul_(3)

@@ -19,6 +19,11 @@ from ..torch_.compiler import in_graph
 from .surroundings import Surroundings
 
 
+def functions_among(options: Any) -> list[Any]:
+    """The functions of the user's that a quantity is given, such as weights of the norms."""
+    return [leaf for leaf in optree.tree_leaves(options) if callable(leaf)]
+
+
 class Capture:
     """What dynamo reads in place of `Compiled`: the ops of the quantity go into its graph.
 
@@ -28,7 +33,7 @@ class Capture:
 
     def __init__(self, quantity: Callable[..., Any], fn: Any, options: dict[str, Any]) -> None:
         self.record_type: Any = {clipped_grad: ClippedGrad, grad_stats: GradStats}.get(quantity)
-        around = Surroundings(fn)
+        around = Surroundings((fn, *functions_among(options)))
         places = zip(around.dicts, around.keys, around.items, strict=True)
         cells = zip(around.cells, around.contents, strict=True)
         self.modules = [m for m in (*around.items, *around.contents) if isinstance(m, torch.nn.Module)]

@@ -4,7 +4,6 @@ import inspect
 import threading
 import warnings
 from collections.abc import Callable
-from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
 import optree
@@ -34,8 +33,8 @@ from ..quantities.stats import grad_stats
 from ..quantities.sums import weighted_grad
 from ..torch_ import graphs, tracing
 from ..torch_.compiler import is_compiling, uncompiled
-from .capture import Capture
-from .recording import Backend, Recording, record
+from .capture import Capture, functions_among
+from .recording import Backend, Recording, facts_of, record, stride_of
 from .sizes import SIZINGS, padded_size
 from .surroundings import Surroundings
 
@@ -178,14 +177,6 @@ class _World:
         self.sizes: dict[Any, list[int]] = {}  # of batches that there are graphs for, by the signature but for the size
 
 
-_facts: Callable[[Any], Any] = attrgetter("shape", "dtype", "device")
-_stride: Callable[[Any], Any] = methodcaller("stride")
-
-
-def _functions_among(options: Any) -> list[Any]:
-    return [leaf for leaf in optree.tree_leaves(options) if callable(leaf)]
-
-
 def _known(leaf: Any) -> Any:
     """What tells an option from others: True is not 1, and 0.0 not -0.0."""
     return (type(leaf), repr(leaf) if isinstance(leaf, float) else leaf)
@@ -199,7 +190,7 @@ def _signature(call: _Call) -> tuple[list[Tensor], tuple[Any, ...]]:
     others: tuple[Any, ...] = ()
     if len(tensors) != len(leaves):
         others = tuple([None if isinstance(leaf, Tensor) else _known(leaf) for leaf in leaves])
-    return tensors, (spec, *map(_facts, tensors), *map(_stride, tensors), others)
+    return tensors, (spec, *map(facts_of, tensors), *map(stride_of, tensors), others)
 
 
 # ---- the callable ----------------------------------------------------------------------------------------
@@ -210,10 +201,11 @@ class Compiled:
 
     def __init__(self, quantity: Callable[..., Any], fn: Callable[..., Any], backend: Backend, options: Any) -> None:
         self.quantity, self.fn, self.backend, self.options = quantity, fn, backend, dict(options)
-        self._names = list(inspect.signature(quantity).parameters)[3:]  # of arguments behind the batch
+        known = inspect.signature(quantity).parameters.values()
+        self._names = [p.name for p in known if p.kind is p.POSITIONAL_OR_KEYWORD][3:]  # of arguments behind the batch
         self._check = getattr(fn, "psgrad_check", None)
         self._lock = threading.RLock()
-        self._functions = _functions_among(self.options)  # such as weights
+        self._functions = functions_among(self.options)  # such as weights
         self._capture = Capture(quantity, fn, self.options)
         self._can_be_captured = quantity in _IN_GRAPHS and not self.options.get("has_aux")
         self.clear()
@@ -249,9 +241,11 @@ class Compiled:
         options = self.options
         if args or kwargs:
             _refuse_options(kwargs)
+            if len(args) > len(self._names):  # Python's own words for it
+                return self.quantity(self.fn, params, batch, *args, **kwargs)
             more = dict(zip(self._names, args, strict=False)) | kwargs
             options = {**options, **more}
-            if _functions_among(more):  # what they read is not watched
+            if functions_among(more):  # what they read is not watched
                 self._warn("a function is given at the call; give it to psgrad.compile")
                 return self._missed(_Call(params, batch, options))
         call = _Call(params, batch, options)

@@ -37,19 +37,22 @@ class Recording:
         self.only_tensors = all(leaf is None for leaf in leaves)
         self.assumes = True  # the graph's last tensor says whether its assumptions hold
         self.draws = False  # random numbers
-        self.facts = [*map(_facts, met), *map(_stride, met)]
+        self.facts = [*map(facts_of, met), *map(stride_of, met)]
         self.ops: list[str] = []
         self.seconds = 0.0
 
     def run(self, tensors: list[Tensor]) -> Any:
         """The result of the call, or NotImplemented where what the graph assumes is not so."""
-        if self.met and [*map(_facts, self.met), *map(_stride, self.met)] != self.facts:
+        if self.met and [*map(facts_of, self.met), *map(stride_of, self.met)] != self.facts:
             return NotImplemented  # a cast or a move has given a tensor other memory
-        before = generators(tensors) if self.draws and self.assumes else None
-        found = list(_run(self.runner, (*tensors, *self.met)))
+        before = generators(tensors) if self.draws else {}
+        try:
+            found = list(_run(self.runner, (*tensors, *self.met)))
+        except BaseException:
+            rewind(before)
+            raise
         if self.assumes and not found.pop():
-            if before is not None:
-                rewind(before)  # whoever runs instead draws the same numbers
+            rewind(before)  # whoever runs instead draws the same numbers
             return NotImplemented
         if not self.only_tensors:
             rest = iter(found)
@@ -69,8 +72,8 @@ def _run(runner: graphs.Runner, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 _requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
-_facts: Callable[[Tensor], Any] = attrgetter("shape", "dtype", "device")
-_stride: Callable[[Tensor], Any] = methodcaller("stride")
+facts_of: Callable[[Tensor], Any] = attrgetter("shape", "dtype", "device")
+stride_of: Callable[[Tensor], Any] = methodcaller("stride")
 
 
 def record(quantity: Callable[..., Any], fn: Any, call: tuple[Any, ...], backend: Backend) -> Recording:
