@@ -373,7 +373,7 @@ class _WatchBackward(_UseRules):
         elif (
             func in GRAPHS
             or is_hook(func)
-            or operators.is_custom(func)
+            or operators.is_opaque(func)
             or scales_by_frequency(func, args, kwargs or {})
         ):
             self.is_linear = False

@@ -370,6 +370,18 @@ def clamped(a: Tensor) -> Tensor:
 clamped.register_autograd(lambda ctx, g: g.clamp(-0.1, 0.1))
 
 
+def test_a_backward_that_is_registered_after_the_first_call() -> None:
+    """Of an operator that had none: it is not linear, so that weights must not go through it."""
+    library = torch.library.Library("psgrad_found", "FRAGMENT")
+    library.define("later(Tensor a) -> Tensor")
+    library.impl("later", lambda a: a.clone(), "CompositeExplicitAutograd")
+    later = torch.ops.psgrad_found.later
+    fn = lambda w, x: (w * later(x) * later(w * x)).sum()
+    psgrad.per_sample_grads(lambda w, x: (w * later(x)).sum(), torch.randn(3), torch.randn(4, 3))
+    torch.library.register_autograd("psgrad_found::later", lambda ctx, g: g / g.norm(), lib=library)
+    same(fn)
+
+
 class Normed(torch.autograd.Function):
     """Says what it does under vmap; its backward is no derivative."""
 

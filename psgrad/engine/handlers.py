@@ -204,6 +204,8 @@ def apply_to_all_samples(mode: "Mode", call: "TorchCall") -> Any:
 
 def call_custom_op(mode: "Mode", call: "TorchCall") -> Any:
     """An operator of others, whose backward may be Python: as an autograd Function."""
+    if not operators.is_opaque(call.func):
+        return NotImplemented
     mode.calls_functions = True
     if operators.mutates(call.func):
         raise NeedsLoop("an operator changes its arguments in place")

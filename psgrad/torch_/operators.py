@@ -34,12 +34,18 @@ _TORCHS = frozenset(["aten", "prim", "prims", "quantized", "_c10d_functional", "
 
 
 def is_custom(func: Any) -> bool:
-    """Whether `func` is an operator of others with a backward of its own, or one that changes its arguments."""
+    """Whether `func` is an operator of others."""
     overloads = _overloads(func)
-    if not overloads or overloads[0].namespace in _TORCHS:
-        return False
+    return bool(overloads) and overloads[0].namespace not in _TORCHS
+
+
+def is_opaque(func: Any) -> bool:
+    """Whether an operator of others has a backward of its own, or changes its arguments.
+
+    Not to be remembered: `register_autograd` may come at any time.
+    """
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return mutates(func) or any(has_kernel(op.name(), "Autograd") for op in overloads)
+    return is_custom(func) and (mutates(func) or any(has_kernel(op.name(), "Autograd") for op in _overloads(func)))
 
 
 def _overloads(func: Any) -> list[Any]:
