@@ -6,6 +6,7 @@ place of a parameter, and a small net takes a third of the time.
 """
 
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from itertools import repeat
@@ -16,7 +17,9 @@ import torch
 from torch import Tensor
 
 from .engine.held import HELD
+from .engine.ladder import callers_level
 from .errors import ArgumentError, UnsupportedOpError
+from .torch_ import levels
 from .torch_.modules import Home, buffers_of, gradient_hooks_of, parameters_of
 
 _LOCKS: "weakref.WeakKeyDictionary[torch.nn.Module, threading.RLock]" = weakref.WeakKeyDictionary()
@@ -54,6 +57,7 @@ class Slots:
             for key, value in vars(module).items()
             if isinstance(value, Tensor) or key == "_flat_weights"
         ]
+        self.has_run = False
 
     def trainable(self) -> dict[str, Tensor]:
         """The parameters with `requires_grad`, detached."""
@@ -138,8 +142,13 @@ class Swap:
 
     def __exit__(self, error: object, *_: object) -> None:
         lost = self._restore()
-        if lost and error is None:
+        if error is not None:
+            return
+        if lost:
             raise self._lost()
+        if not self.slots.has_run:
+            self.slots.has_run = True
+            _warn_of_kept(self.model)
 
     def _restore(self) -> bool:
         """The model holds its own again. Returns whether a parameter was not where it was put."""
@@ -193,3 +202,19 @@ class Swap:
             f"  {where}\n"
             "  a hook or a wrapper puts another tensor there: give the module without it, or write fn yourself."
         )
+
+
+def _warn_of_kept(model: torch.nn.Module) -> None:
+    """Once per model: a tensor of its samples that it has kept is dead after the call, and torch says little of it."""
+    level = levels.current_level()
+    for path, module in model.named_modules() if level is not None else ():
+        for key, value in vars(module).items():
+            kept = value if type(value) in (list, tuple) else (value,)
+            if any(isinstance(t, Tensor) and levels.is_batched(t, level) for t in kept):
+                where = f"{path!r}, a {type(module).__name__}," if path else f"the model, a {type(module).__name__},"
+                warnings.warn(
+                    f"{where} keeps a tensor of its sample in its attribute {key!r}\n"
+                    "  it cannot be used after the call, holds the call's memory, and a next call may read it:\n"
+                    "  call the model itself to look at it, or return it from an fn of your own, by has_aux=True.",
+                    stacklevel=callers_level(),
+                )

@@ -1,5 +1,6 @@
 """The swap of parameters: torch.func.functional_call, but right where a module's dict is reachable twice."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+import psgrad
 from psgrad.swap import Slots, Swap
 
 from .modules import MODULES, Entry
@@ -83,3 +85,46 @@ def test_the_swap_puts_back_what_it_found() -> None:
         model(torch.randn(3, 2))
     assert model.a.weight is own
     assert model.b.weight is own
+
+
+class Keeping(nn.Module):
+    """Keeps what it has seen; `last` is there from the start, and so is put back."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__()
+        self.key, self.inner = key, nn.Linear(2, 2)
+        self.last, self.none = torch.zeros(2), None
+        self.list: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x)
+        if self.key == "list":
+            self.list.append(h)
+        elif self.key:
+            setattr(self, self.key, h)
+        return h
+
+
+@pytest.mark.parametrize("key", ["new", "none", "list"])
+def test_a_model_that_keeps_a_tensor_of_its_sample(key: str) -> None:
+    fn, params = psgrad.from_module(nn.Sequential(nn.Tanh(), Keeping(key)), nn.functional.mse_loss)
+    batch = torch.randn(3, 2), torch.randn(3, 2)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        psgrad.per_sample_grads(fn, params, batch)
+        psgrad.per_sample_grads(fn, params, batch)
+    assert [str(w.message) for w in warned] == [
+        f"'1', a Keeping, keeps a tensor of its sample in its attribute {key!r}\n"
+        "  it cannot be used after the call, holds the call's memory, and a next call may read it:\n"
+        "  call the model itself to look at it, or return it from an fn of your own, by has_aux=True."
+    ]
+    assert warned[0].filename == __file__
+
+
+@pytest.mark.parametrize("key", ["", "last"])
+def test_a_model_that_is_as_before(key: str) -> None:
+    """Warnings are errors here."""
+    model = Keeping(key)
+    fn, params = psgrad.from_module(model, nn.functional.mse_loss)
+    psgrad.per_sample_grads(fn, params, (torch.randn(3, 2), torch.randn(3, 2)))
+    assert torch.equal(model.last, torch.zeros(2))
