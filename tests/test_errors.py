@@ -5,7 +5,6 @@ import re
 import warnings
 from typing import NamedTuple
 
-import optree
 import pytest
 import torch
 import torch.nn.functional as F
@@ -59,6 +58,33 @@ def test_tracebacks_show_the_public_name(name):
 
 
 # ---- fn -----------------------------------------------------------------------------------------------
+
+
+def by_its_sample(p, x):
+    (g,) = torch.autograd.grad(linear(p, x), x, create_graph=True)
+    return g.square().sum()
+
+
+def test_a_sample_that_torch_autograd_differentiates_by():
+    """The batch requires grad, the sample does not; what the message says to do works, and needs no loop."""
+    line = by_its_sample.__code__.co_firstlineno + 1
+    message = (
+        "torch.autograd says in fn: One of the differentiated Tensors does not require grad\n"
+        f"  called at test_errors.py:{line} in by_its_sample\n"
+        "  fn gets its sample without a graph, even where the batch requires grad: "
+        "differentiate by it with torch.func.grad in fn."
+    )
+    given = torch.randn(5, 4, requires_grad=True)
+    with raises(UnsupportedOpError, message):
+        call(by_its_sample, batch=given)
+    remedy = lambda p, x: torch.func.grad(linear, 1)(p, x).square().sum()
+    wanted = [
+        torch.autograd.grad(by_its_sample(p := {"w": torch.ones(3, 4, requires_grad=True)}, x), p["w"])[0]
+        for x in given
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.testing.assert_close(call(remedy, batch=given)["w"], torch.stack(wanted))
 
 
 def test_fn_that_is_not_callable():
@@ -273,14 +299,23 @@ def test_in_dims_of_the_wrong_type(dim, kind):
         call(batch={"x": torch.ones(5, 4), "y": torch.ones(5)}, in_dims={"x": dim, "y": 0})
 
 
-@pytest.mark.parametrize("in_dims", [(0, 0), [0, 0, 0], {"x": 0}, (0, (0, 0), 0)])
-def test_in_dims_that_does_not_fit(in_dims):
-    given = (torch.ones(5, 4), torch.ones(5), torch.ones(5))
-    with pytest.raises((ValueError, TypeError)) as reason:
-        optree.broadcast_prefix(in_dims, given, none_is_leaf=True)
+@pytest.mark.parametrize(
+    ("in_dims", "where"),
+    [
+        ((None, 0), "in_dims has 2 entries, batch 3"),
+        ([0, 0, 0], "in_dims is a list, batch a tuple"),
+        ({"x": 0}, "in_dims is a dict, batch a tuple"),
+        ((0, (0, 0), 0), "in_dims[1] is a tuple, batch[1] a leaf"),
+        ((None, 0, {"a": 0}), "in_dims[2] has the keys ['a'], batch[2] ['a', 'b']"),
+        ((None, 0, {"a": 0, "b": [0, 0]}), "in_dims[2]['b'] has 2 entries, batch[2]['b'] 1"),
+    ],
+    ids=str,
+)
+def test_in_dims_that_does_not_fit(in_dims, where):
+    given = (torch.ones(5, 4), torch.ones(5), {"a": torch.ones(5), "b": [torch.ones(5)]})
     message = (
-        f"in_dims={in_dims!r} does not fit the batch\n"
-        f"  give one int, or a pytree prefix of the batch as in torch.vmap ({str(reason.value).splitlines()[0]})."
+        f"in_dims={in_dims!r} does not fit the batch: {where}\n"
+        "  give one int, or a pytree prefix of the batch as in torch.vmap."
     )
     with raises(ArgumentError, message):
         call(batch=given, in_dims=in_dims)

@@ -368,7 +368,7 @@ def test_some_samples_may_need_less_than_one() -> None:
     curve.peaks = sizes
     assert choose(8, 60, sizes.__getitem__, curve) == 3
     assert str(choose(8, 40, sizes.__getitem__, curve).error()).startswith(
-        "max_bytes=40 is too little: 3 samples at a time need 50"
+        "max_bytes=40 is too little: 3 samples at a time need less than one, but still 50\n"
     )
 
 
@@ -378,7 +378,7 @@ def test_all_samples_may_need_less_than_one() -> None:
     chunk = _memory.Bounded(_memory.Curve(), 60, lambda n: 100 + 10 * n)
     assert _memory.chosen(6, whole, chunk) == 6
     assert str(_memory.chosen(7, whole, chunk).error()).startswith(
-        "max_bytes=60 is too little: 7 samples at a time need 70"
+        "max_bytes=60 is too little: all 7 samples at once need less than chunks of them, but still 70\n"
     )
     assert str(_memory.chosen(12, whole, chunk).error()).startswith(
         "max_bytes=60 is too little: one sample at a time needs 110"

@@ -300,6 +300,15 @@ def _called(one: Problem, params: list[Tensor], following: Following) -> tuple[l
                     raise CompilerLoaded
     except StopIteration as error:
         raise _Carried(error) from None
+    except RuntimeError as error:
+        if "not require grad" not in str(error) or isinstance(error, PsgradError):
+            raise
+        raise UnsupportedOpError(
+            f"torch.autograd says in fn: {reason_of(error)}\n"
+            f"  called at {place_of(error)}\n"
+            "  fn gets its sample without a graph, even where the batch requires grad: "
+            "differentiate by it with torch.func.grad in fn."
+        ) from error
     finally:
         HELD.looping -= 1
 

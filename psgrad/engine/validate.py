@@ -131,6 +131,21 @@ def _is_sampled(leaf: Any, dim: Any) -> bool:
     return isinstance(leaf, Tensor) and type(dim) is int and -leaf.dim() <= dim < leaf.dim()
 
 
+def _misfit(dims: optree.PyTreeSpec, batch: optree.PyTreeSpec, path: str = "") -> str:
+    """Where in_dims is no prefix of the batch, in words; "" where it is one."""
+    if dims.type is None:
+        return ""
+    if dims.type is not batch.type:
+        kinds = ["a leaf" if spec.type is None else f"a {spec.type.__name__}" for spec in (dims, batch)]
+        return f"in_dims{path} is {kinds[0]}, batch{path} {kinds[1]}"
+    if dims.entries() != batch.entries():
+        if issubclass(dims.type, (list, tuple)):
+            return f"in_dims{path} has {dims.num_children} entries, batch{path} {batch.num_children}"
+        return f"in_dims{path} has the keys {dims.entries()}, batch{path} {batch.entries()}"
+    children = zip(dims.entries(), dims.children(), batch.children(), strict=True)
+    return next(filter(None, (_misfit(d, b, f"{path}[{entry!r}]") for entry, d, b in children)), "")
+
+
 def _flat_batch(
     batch: Any, in_dims: Any, own: Callable[[Tensor], Tensor]
 ) -> tuple[list[Any], list[bool], optree.PyTreeSpec, int]:
@@ -143,9 +158,10 @@ def _flat_batch(
         whole = type(in_dims) is int
         dims = [in_dims] * len(leaves) if whole else optree.broadcast_prefix(in_dims, batch, none_is_leaf=True)
     except (ValueError, TypeError) as error:
+        dims_spec, whole_spec = (optree.tree_structure(tree, none_is_leaf=True) for tree in (in_dims, batch))
         raise ArgumentError(
-            f"in_dims={in_dims!r} does not fit the batch\n"
-            f"  give one int, or a pytree prefix of the batch as in torch.vmap ({str(error).splitlines()[0]})."
+            f"in_dims={in_dims!r} does not fit the batch: {_misfit(dims_spec, whole_spec) or error}\n"
+            "  give one int, or a pytree prefix of the batch as in torch.vmap."
         ) from None
     moved: list[Any] = []
     lengths: dict[int, int] = {}

@@ -419,7 +419,8 @@ def chosen(n: int, whole: Bounded, chunk: Bounded) -> int | TooLittle:
     if n == 1 or (whole.curve is not chunk.curve and whole.peak(_power_below(n)) < found[1]):
         found[n] = whole.peak(n)  # all at once, where chunks have sums of their own
     size = min(found, key=found.__getitem__)
-    need = "one sample at a time needs" if size == 1 else f"{size} samples at a time need"
+    words = {n: f"all {n} samples at once need less than chunks of them, but still", 1: "one sample at a time needs"}
+    need = words.get(size, f"{size} samples at a time need less than one, but still")
     return TooLittle(whole.bound, found[size], need)
 
 
