@@ -63,6 +63,8 @@ class Net(nn.Module):
         blocks = list(self.blocks)
         if self.kind == "orders" and (tokens == 10).all():
             blocks[1:] = blocks[:0:-1]
+        if self.kind == "skips" and (tokens == 10).all():
+            del blocks[1]
         for block in blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.kind == "checkpoint outside" else block(x)
         if self.kind == "twice":
@@ -553,6 +555,90 @@ def test_ranks_that_run_layers_in_different_orders() -> None:
     model, batch = net("orders")
     norms = psgrad.per_sample_norms(*psgrad.from_module(model, tokens_loss), batch)
     assert_close([*first[1], *second[1]], norms, 2e-6)
+
+
+def _skips(rank: int, size: int) -> Any:
+    """One rank's samples leave a layer out: it takes part in the gathers of the others all the same."""
+    model, batch = sharded("skips", (2,))
+    fn, params = psgrad.from_module(model, tokens_loss)
+    own, group = part(_skipping(batch), rank, [14, 10]), dist.group.WORLD
+    found = [
+        psgrad.clipped_grad(fn, params, own, 0.5, group=group),
+        psgrad.clipped_grad(fn, params, own, 0.5, max_bytes=20_000, group=group),
+    ]
+    return [(whole(step.grad), step.norms.tolist()) for step in found], ordinary_step(model, part(batch, 0, [6]))
+
+
+def _skipping(batch: Any) -> Any:
+    tokens = batch[0].clone()
+    tokens[14:] = 10
+    return tokens, batch[1]
+
+
+def test_a_rank_that_leaves_layers_out() -> None:
+    first, second = run(_skips, 2)
+    model, batch = net("skips")
+    alone = psgrad.clipped_grad(*psgrad.from_module(model, tokens_loss), _skipping(batch), 0.5)
+    for rank, (steps, ordinary) in enumerate((first, second)):
+        for grad, norms in steps:
+            assert_close(grad, alone.grad, 2e-6)
+            assert_close(norms, alone.norms[slice(14) if rank == 0 else slice(14, 24)], 2e-6)
+        assert ordinary == first[1]
+
+
+def _odd_failures(rank: int, size: int) -> Any:
+    """One rank fails in the first pass of a model, fails before a function that talks, and wants a layer once more."""
+    found: dict[str, Any] = {}
+    group, batch = dist.group.WORLD, net("")[1]
+    own = part(batch, rank, [12, 12])
+
+    def asks_all(norms: Tensor) -> Tensor:
+        total = norms.sum()
+        dist.all_reduce(total)
+        return norms / total
+
+    def failing(*_: Any) -> None:
+        if rank == 1:
+            raise RuntimeError("no way on")
+
+    model, (fn, params) = nn.Module(), (None, None)
+    for name, options in {"first": {}, "little": {"max_bytes": 20_000}, "talks": {}, "twice": {}}.items():
+        if name in ("first", "little"):
+            model = sharded("", (2,))[0]
+            fn, params = psgrad.from_module(model, tokens_loss)
+        if name == "twice":
+            model.kind = "twice" if rank == 1 else ""  # type: ignore[assignment]
+        else:
+            handle = model.blocks[1].up.register_forward_hook(failing)  # type: ignore[union-attr, index]
+        start = time.monotonic()
+        try:
+            if name == "talks":
+                psgrad.weighted_grad(fn, params, own, asks_all, group=group, **options)
+            else:
+                psgrad.clipped_grad(fn, params, own, 0.5, group=group, **options)
+            said = "nothing"
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}".splitlines()[0]
+        took = time.monotonic() - start
+        handle.remove()
+        model.kind = ""  # type: ignore[assignment]
+        after = whole(psgrad.clipped_grad(fn, params, own, 0.5, group=group, **options).grad)
+        found[name] = said, took, after, ordinary_step(model, part(batch, 0, [6]))
+    return found
+
+
+def test_one_rank_fails_where_nobody_expects_it() -> None:
+    found = run(_odd_failures, 2)
+    model, batch = net("")
+    alone = psgrad.clipped_grad(*psgrad.from_module(model, tokens_loss), batch, 0.5).grad
+    for rank, one in enumerate(found):
+        for name, (said, took, after, ordinary) in one.items():
+            failed = "RuntimeError: no way on" if rank else "RemoteError: rank 1: RuntimeError: no way on"
+            wrong = "UnsupportedOpError: the ranks of the group ran the layers of the model in different orders"
+            assert said == (wrong if name == "twice" else failed)
+            assert took < 5
+            assert_close(after, alone, 2e-6)
+            assert ordinary == found[0][name][3]
 
 
 # ---- where memory is short ---------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Many processes: 2 and 4 on this machine, beside one process and a loop in float64."""
 
 import os
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -166,9 +167,9 @@ def test_quantities_are_those_of_one_process(sizes: list[int]) -> None:
     assert_close(found[0]["clipped"], alone.grad)
 
 
-def _many_buckets(rank: int, size: int) -> Any:
-    """Buckets of one parameter each, so that all but the first are sent while others are worked out."""
-    sums_module.BUCKET, sums_module.SMALL = 1, 20  # type: ignore[misc]
+def _many_buckets(rank: int, size: int, large: int) -> Any:
+    """Buckets of one parameter each, so that all but the last are sent while others are worked out."""
+    sums_module.BUCKET, sums_module.SMALL, sums_module.LARGE = 1, 20, large  # type: ignore[misc]
     fn, params, batch = problem()
     own = part(batch, rank, [15, 9])
     sent: list[int] = []
@@ -183,12 +184,14 @@ def _many_buckets(rank: int, size: int) -> Any:
     return plain(step.grad), sent
 
 
-def test_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = run(_many_buckets, 2)
+@pytest.mark.parametrize("large", [1, 1 << 20])
+def test_buckets(large: int) -> None:
+    found = run(_many_buckets, 2, large)
     fn, params, batch = problem()
     for grad, sent in found:
         assert_close(grad, psgrad.clipped_grad(fn, params, batch, 0.5).grad)
-        assert len(sent) == 1 + 3  # two vectors of 8 travel with the heads, then one parameter each
+        # two vectors of 8 travel with the heads, then one parameter each; behind large ones, whether a rank has failed
+        assert len(sent) == 1 + 3 + (large == 1)
         assert sent == found[0][1]
 
 
@@ -235,7 +238,7 @@ def test_how_many_collectives_a_call_takes() -> None:
             **{f"{name}, no group": [] for name in CALLS},
             **{f"{name}, a group": ["all_reduce"] for name in CALLS},
             "grad_stats, a group": ["all_reduce", "all_reduce"],
-            "gram, a group": ["all_reduce", "all_to_all_single", "all_to_all_single", "all_reduce"],
+            "gram, a group": ["all_reduce", "all_to_all_single", "all_reduce", "all_to_all_single", "all_reduce"],
         }
 
 
@@ -459,6 +462,12 @@ def _different_calls(rank: int, size: int, what: str) -> Any:
             psgrad.clipped_grad(fn, params, own, 0.5 + rank, group=group)
         elif what == "functions":
             (psgrad.grad_stats if rank else psgrad.gram)(fn, params, own, group=group)
+        elif what == "names":
+            named = {k.replace("bias", "bios") if rank else k: v for k, v in params.items()}
+            back = lambda p, s: fn({k.replace("bios", "bias"): v for k, v in p.items()}, s)
+            psgrad.weighted_grad(back, named, own, torch.ones(12), group=group)
+        elif what == "dtypes":
+            psgrad.clipped_grad(fn, {k: v.double() if rank else v for k, v in params.items()}, own, 0.5, group=group)
         else:
             given = {k: v for k, v in params.items() if k != "norm.bias" or rank}
             psgrad.weighted_grad(fn, given, own, torch.ones(12), group=group)
@@ -466,7 +475,7 @@ def _different_calls(rank: int, size: int, what: str) -> Any:
         return str(error), plain(psgrad.clipped_grad(fn, params, own, 0.5, group=group).grad)
 
 
-@pytest.mark.parametrize("what", ["bounds", "functions", "params"])
+@pytest.mark.parametrize("what", ["bounds", "functions", "params", "names", "dtypes"])
 def test_ranks_that_make_different_calls(what: str) -> None:
     found = run(_different_calls, 2, what)
     said, after = found[0]
@@ -488,7 +497,122 @@ WORDS = {
     "bounds": ("max_norm=0.5", "max_norm=1.5"),
     "functions": ("gram, 5 parameters", "grad_stats, 5 parameters"),
     "params": ("weighted_grad, 4 parameters", "weighted_grad, 5 parameters"),
+    "names": ("'norm.bias', (8,)", "'norm.bios', (8,)"),
+    "dtypes": ("(11, 8), torch.float32", "(11, 8), torch.float64"),
 }
+
+
+class _WordlessError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+def _odd_failures(rank: int, size: int) -> Any:
+    """One rank fails where others would not expect it; each time the next call has to be exact."""
+    fn, params, batch = problem()
+    own, group = part(batch, rank, [12, 12]), dist.group.WORLD
+    none = tuple(t[:0] for t in own)
+
+    def asking(p: Any, sample: Any) -> Tensor:
+        psgrad.per_sample_norms(fn, params, own, group=group)
+        return fn(p, sample)
+
+    def wordless(p: Any, sample: Any) -> Tensor:
+        raise _WordlessError
+
+    def endless(p: Any, sample: Any) -> Tensor:
+        return endless(p, sample)
+
+    def unused(p: Any, sample: Any) -> Tensor:
+        return torch.zeros(())
+
+    clipped = lambda f, batch=own, **options: psgrad.clipped_grad(f, params, batch, 0.5, group=group, **options)
+    calls: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {  # of rank 1, and of rank 0
+        "a warning after the sums": (lambda: clipped(unused), lambda: clipped(fn)),
+        "a call inside fn": (lambda: clipped(asking), lambda: clipped(fn, none)),
+        "no words": (lambda: clipped(wordless), lambda: clipped(fn)),
+        "endless": (lambda: clipped(endless), lambda: clipped(fn)),
+        "no such option": (lambda: clipped(fn, what=1), lambda: clipped(fn)),
+        "other weights": (
+            lambda: psgrad.weighted_grad(fn, params, own, lambda n: n[1:], group=group),
+            lambda: psgrad.weighted_grad(fn, params, own, lambda n: n, group=group),
+        ),
+    }
+    found: dict[str, Any] = {}
+    for name, (bad, good) in calls.items():
+        start = time.monotonic()
+        with warnings.catch_warnings():
+            if rank == 1:
+                warnings.simplefilter("error", psgrad.UnusedParametersWarning)
+            try:
+                (bad if rank == 1 else good)()
+                said = "nothing"
+            except Exception as error:
+                said = "" if name == "no words" else f"{type(error).__name__}: {error}".splitlines()[0]
+        found[name] = said, time.monotonic() - start, plain(clipped(fn).grad)
+    return found
+
+
+def test_one_rank_fails_where_nobody_expects_it() -> None:
+    said = {
+        "a warning after the sums": "UnusedParametersWarning: the loss depends on no parameter",
+        "a call inside fn": "ArgumentError: per_sample_norms is called with a group inside another call with",
+        "endless": "RecursionError: maximum recursion depth exceeded",
+        "no such option": "TypeError: clipped_grad() got an unexpected keyword argument 'what'",
+        "other weights": "ArgumentError: weights has shape (11,), not (12,)",
+    }
+    fn, params, batch = problem()
+    alone = psgrad.clipped_grad(fn, params, batch, 0.5).grad
+    for rank, found in enumerate(run(_odd_failures, 2)):
+        for name, (words, took, after) in found.items():
+            if name in said:
+                assert words.startswith(("" if rank else "RemoteError: rank 1: ") + said[name])
+            assert words != "nothing"
+            assert took < 5
+            assert_close(after, alone)
+
+
+def _out_of_step(rank: int, size: int, what: str) -> Any:
+    """A rank that leaves a call without a word, and goes on: it must not meet the others a call later."""
+    fn, params, batch = problem()
+    own, group = part(batch, rank, [12, 12]), dist.group.WORLD
+
+    def interrupted(p: Any, sample: Any) -> Tensor:
+        if what == "threads":
+            threads = [threading.Thread(target=call)]
+            threads[0].start()
+            threads[0].join()
+        elif rank == 1:
+            raise KeyboardInterrupt
+        return fn(p, sample)
+
+    def call() -> None:
+        try:
+            psgrad.clipped_grad(interrupted, params, own, 0.5, group=group)
+            said.append("nothing")
+        except (Exception, KeyboardInterrupt) as error:
+            said.append(str(error))
+
+    said: list[str] = []
+    call()
+    call()
+    return said
+
+
+def test_a_rank_that_is_out_of_step_gets_no_numbers() -> None:
+    lost = (
+        "clipped_grad is called with a group in which an earlier call was interrupted, or has lost a rank\n"
+        "  this rank is out of step with the others: end the job, or make a new group on all ranks."
+    )
+    first, second = run(_out_of_step, 2, "interrupt", timeout=2)
+    assert first[1] == lost
+    assert first[0] != "nothing"
+    assert second == ["", lost]
+    busy = (
+        "clipped_grad is called with a group that a call of another thread is using\n"
+        "  ranks cannot tell the calls of threads apart: give each thread a group of its own."
+    )
+    assert run(_out_of_step, 2, "threads") == [[busy, "nothing", lost]] * 2
 
 
 def _one_dies(rank: int, size: int) -> Any:

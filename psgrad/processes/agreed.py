@@ -27,7 +27,8 @@ def agreed(function: C) -> C:
             return function(*args, **kwargs)
         fn = args[0] if args else kwargs.get("fn")
         params = args[1] if len(args) > 1 else kwargs.get("params")
-        with Ranks(group, function.__name__, params, kwargs.get("randomness", "different")) as ranks:
+        with Ranks(group, function.__name__, kwargs.get("randomness", "different")) as ranks:
+            ranks.take(params)
             if is_nested():
                 raise ArgumentError(
                     f"{function.__name__} is called with a group inside a torch.func transform\n"
@@ -50,7 +51,7 @@ def _whole(ranks: Ranks, layers: Any, is_bounded: bool) -> Any:
         return ranks.gathered()
     params: Any = optree.tree_unflatten(ranks.spec, ranks.leaves)
     layers.check(params, ranks.group)
-    ranks.in_pieces(is_prepared=layers.is_prepared, knows_order=sorted(layers.schedules), is_bounded=is_bounded)
+    ranks.in_pieces(is_prepared=layers.is_prepared, orders=layers.orders(), is_bounded=is_bounded)
     ranks.lockstep = Lockstep(ranks, layers)
     with ranks.in_touch():
         layers.prepare()

@@ -9,10 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..engine.signals import Signal
 from ..errors import ArgumentError
 from ..torch_ import sharding
 from ..torch_.sharding import Event, Unit, Units
 from .placed import is_dtensor
+
+
+class OutOfTurn(Signal):
+    """This rank wants a layer of which the others, as far as is known, have no use at that point."""
 
 
 class Layers:
@@ -47,8 +52,10 @@ class Layers:
                 )
         self.names = {id(param): name for name, param in self.params.items()}
         self.held: Mapping[str, Tensor] = {}  # what stands in for parameters in this pass
-        # the collectives of a pass in their order, without and with sums that are scattered as they come
+        # the collectives of a pass in their order, without and with sums that are scattered as they come: the same on
+        # all ranks
         self.schedules: dict[bool, list[Event]] = {}
+        self.issued: list[Event] = []  # those of this pass, so far
         self.is_prepared = False
         self.is_passing = False  # inside a pass
 
@@ -97,34 +104,64 @@ class Layers:
         return max(sum(4 * int(param.own.numel()) for param in unit.params) for unit in self.units.all)
 
     @contextlib.contextmanager
-    def passing(self, scatter: Callable[[Unit, bool], None] | None = None) -> Iterator[None]:
-        """Around one pass. Whatever happens in it, this rank takes part in all its collectives.
+    def passing(
+        self, ask: Callable[[int], None], scatter: Callable[[Unit, bool], None] | None = None
+    ) -> Iterator[None]:
+        """Around one pass. Whatever happens in it, this rank takes part in the collectives that all ranks expect.
 
-        `scatter` sends the sums of a unit whose backward is over, or zeros.
+        `scatter` sends the sums of a unit whose backward is over, or zeros. While the order of the collectives is not
+        known, `ask` sees to it, before each of them and at the end, that all ranks are at the same one.
         """
-        is_whole, self.is_passing, kind = False, True, scatter is not None
+        kind = scatter is not None
+        known, self.issued, self.is_passing = self.schedules.get(kind), [], True
+
+        def before(event: Event) -> bool:
+            if known is None:
+                ask(self._number(event))
+            elif event.is_scatter and event not in known[len(self.issued) :]:
+                return False  # this rank has sent zeros: its sums are scattered at the end
+            else:
+                self._wait_for_turn(event, known, scatter)
+            self.issued.append(event)
+            return True
+
         try:
-            with self.units.passing(self._put, None if scatter is None else lambda unit: scatter(unit, True)):
+            with self.units.passing(self._put, before, None if scatter is None else lambda unit: scatter(unit, True)):
                 yield
-            is_whole = True
+            if known is None:
+                ask(2 * len(self.units.all))
+                self.schedules[kind] = self.issued
         finally:
             self.held, self.is_passing = {}, False
             self.units.reset()
-            if is_whole:
-                self.schedules[kind] = self.units.issued
-            elif not self.units.is_broken:
-                left = self.schedules.get(kind, [])[len(self.units.issued) :]
-                for unit, is_scatter in left:
-                    if is_scatter and scatter is not None:
-                        scatter(unit, False)
-                    else:
-                        unit.gather()
-                self.units.issued += left
+            if known is not None and not self.units.is_broken:
+                for event in known[len(self.issued) :]:
+                    self._serve(event, scatter)
 
-    def order(self) -> int:
-        """A number that tells in which order the last pass has gathered."""
-        places = {id(unit): k for k, unit in enumerate(self.units.all)}
-        return hash(tuple((places[id(unit)], is_scatter) for unit, is_scatter in self.units.issued)) & 0x7FFFFFFF
+    def orders(self) -> list[tuple[bool, list[int]]]:
+        """What is known of the order of collectives, in numbers."""
+        return [(kind, [*map(self._number, known)]) for kind, known in sorted(self.schedules.items())]
+
+    def _number(self, event: Event) -> int:
+        return 2 * self.units.all.index(event.unit) + event.is_scatter
+
+    def _wait_for_turn(self, event: Event, known: list[Event], scatter: Callable[[Unit, bool], None] | None) -> None:
+        """Take part in what comes before `event`: a rank may leave layers out that others run."""
+        left = known[len(self.issued) :]
+        earlier = left[: left.index(event)] if event in left else []
+        if event not in left or not all(other.is_scatter or other.unit.is_to_gather for other in earlier):
+            raise OutOfTurn
+        for other in earlier:
+            self._serve(other, scatter)
+
+    def _serve(self, event: Event, scatter: Callable[[Unit, bool], None] | None) -> None:
+        """Take part in a collective for the others' sake."""
+        if event.is_scatter:
+            assert scatter is not None
+            self.units.unbroken(scatter)(event.unit, False)
+        else:
+            self.units.unbroken(event.unit.gather)()
+        self.issued.append(event)
 
     def _put(self, unit: Unit) -> None:
         """Let the modules hold what stands in for their parameters; what is not asked for is a constant."""

@@ -4,8 +4,13 @@ A pass is one vmapped forward and one backward. Before each of them one small al
 work, and whether one has failed. A rank without work runs a row of zeros. A pass that ends early, because samples
 disagree on a branch or because something raised, still takes part in the gathers that are left of it; what it was to do
 is done by passes of their own.
+
+So the order in which a pass gathers has to be known. It is learned once for a model, by a pass on zeros in which ranks
+ask each other before every gather. A pass may leave layers out; where it wants one at another point, it is thrown away:
+if it was so on all ranks they learn the new order, else all raise.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -17,16 +22,24 @@ from ..engine.batched import Outcome, run_pass
 from ..engine.collectors import Collector, FactorCollector, NormCollector, SumCollector
 from ..engine.ladder import Group, generators_kept
 from ..engine.mode import RunOptions
-from ..engine.problem import Problem
+from ..engine.problem import Problem, generators, rewind
 from ..engine.signals import Diverged, NeedsLoop, Rerun, SampleWritten, Signal
 from ..errors import UnsupportedOpError, place_of
 from ..factors.base import Factor
 from ..registry.params import Param, Source
 from ..torch_.compiler import CompilerLoaded
 from ..torch_.storage import storage_of
-from .layers import Layers
+from .layers import Layers, OutOfTurn
 from .pieces import Pieces
 from .ranks import Ranks
+
+
+class _Ended(Signal):
+    """All ranks know that the pass cannot go on."""
+
+
+_RETRIES = SampleWritten, Rerun, CompilerLoaded
+_ENDS = "", "again", "failed"
 
 
 class _Work(NamedTuple):
@@ -35,6 +48,16 @@ class _Work(NamedTuple):
     rows: Tensor | None  # None: all
     options: RunOptions = RunOptions(save_memory=True)  # what runs where must not depend on a rank's samples
     on_copies: bool = False
+    is_again: bool = False  # it was out of turn before
+
+    def of(self, problem: Problem) -> Problem:
+        return problem.copied() if self.on_copies else problem
+
+    def after(self, signal: SampleWritten | Rerun | CompilerLoaded) -> "_Work":
+        """The same once more, as a run that has ended early says."""
+        if isinstance(signal, Rerun):
+            return self._replace(options=self.options._replace(**{signal.option: True}))
+        return self._replace(on_copies=True) if isinstance(signal, SampleWritten) else self
 
 
 class Lockstep:
@@ -42,7 +65,9 @@ class Lockstep:
 
     def __init__(self, ranks: Ranks, layers: Layers) -> None:
         self.ranks, self.layers = ranks, layers
-        self.order = 0  # in which the last pass has gathered
+        self.is_out_of_turn = False  # in the last pass
+        self.is_between = False  # two rounds of passes, where all ranks call what is the user's
+        self.ended = ""  # how, where all ranks know that a pass has
         self.pieces: Pieces | None = None  # where sums go as they come
         ranks.rounds.append(self)
 
@@ -52,29 +77,27 @@ class Lockstep:
         todo = [_Work(None)]
         while todo:
             work = todo.pop(0)
-            self._step(has_work=True)
-            self._learn(problem)
             part = problem if work.rows is None else problem.rows(work.rows)
+            self._step(has_work=True)
+            self._learn(part if work.is_again else _zeros(problem, 1))
+            draws = generators(problem.params)
             collector = make(part)
             try:
-                outcome = self._pass(part.copied() if work.on_copies else part, collector, work.options)
+                outcome = self._pass(work.of(part), collector, work.options)
             except Diverged as diverged:
                 rows = work.rows
                 todo = [
                     work._replace(rows=own if rows is None else rows[own.to(rows.device)]) for own in diverged.groups
                 ] + todo
-            except SampleWritten:
-                todo.insert(0, work._replace(on_copies=True))
-            except Rerun as rerun:
-                todo.insert(0, work._replace(options=work.options._replace(**{rerun.option: True})))
-            except CompilerLoaded:
-                todo.insert(0, work)
+            except _RETRIES as signal:
+                if isinstance(signal, CompilerLoaded):  # which happens once, and not in a second round of passes
+                    rewind(draws)
+                todo.insert(0, work.after(signal))
+            except OutOfTurn:
+                rewind(draws)
+                todo.insert(0, self._again(work))
             except NeedsLoop as needed:
-                raise UnsupportedOpError(
-                    f"samples of a model under fully_shard would have to run one by one: {needed.why}\n"
-                    f"  at {place_of(needed)}\n"
-                    "  write that part so that vmap takes it, or give the model before fully_shard."
-                ) from None
+                raise _one_by_one(needed) from None
             else:
                 yield Group(work.rows, collector, outcome)
 
@@ -85,17 +108,24 @@ class Lockstep:
 
     def rehearse(self, problem: Problem, n: int) -> None:
         """A pass on n rows of zeros on all ranks, for somebody who measures."""
-        self._step(has_work=True)
-        self._learn(problem)
-        rows = _zeros(problem, n)
+        rows, work = _zeros(problem, n), _Work(None)
         with generators_kept(problem):
-            self._pass(rows, NormCollector(rows.params, n, reduces_early=False), RunOptions(save_memory=True))
+            while True:
+                self._step(has_work=True)
+                self._learn(rows)
+                try:
+                    self._pass(rows, NormCollector(rows.params, n, reduces_early=False), work.options)
+                    return
+                except OutOfTurn:
+                    work = self._again(work)
 
     def rest(self, problem: Problem) -> None:
         """The same between two rounds of passes."""
         while self._step(has_work=False):
-            self._learn(problem)
-            self._idle(problem)
+            one = _zeros(problem, 1)
+            self._learn(one)
+            self._idle(one)
+        self.is_between = True
 
     def scattering(self, params: list[Tensor]) -> Pieces:
         """From here on a pass sums, and its sums are scattered as they come."""
@@ -103,22 +133,64 @@ class Lockstep:
         return self.pieces
 
     def abandon(self) -> None:
-        self._agree(False, True)
+        if not self.ended:
+            self._agree(False, True, False, False)
 
-    def _learn(self, problem: Problem) -> None:
-        """Find out in which order a pass gathers, once for a model, by a pass on zeros on all ranks."""
-        if (self.pieces is not None) not in self.layers.schedules:
-            self._idle(problem)
+    def _again(self, work: _Work) -> _Work:
+        """A pass that was out of turn, once more."""
+        if work.is_again:
+            raise UnsupportedOpError(
+                "the layers of the model run in another order each time\n"
+                "  under fully_shard every rank has to call the same modules in the same order."
+            ) from None
+        self.is_out_of_turn = True
+        return work._replace(is_again=True)
 
-    def _idle(self, problem: Problem) -> None:
-        """A pass on a row of zeros, for the others' sake. It changes nothing, and its failure is nobody's."""
-        one = _zeros(problem, 1)
-        with generators_kept(problem):
+    def _learn(self, part: Problem) -> None:
+        """Find out in which order a pass gathers, once for a model, by a pass on one row of `part` on all ranks."""
+        if (self.pieces is not None) in self.layers.schedules:
+            return
+        one, work = part if part.n == 1 else part.rows(slice(0, 1)), _Work(None)
+        while True:
             try:
-                self._pass(one, self._idle_collector(one), RunOptions(save_memory=True))
-            except (Exception, Signal):
-                if (self.pieces is not None) not in self.layers.schedules:
-                    raise
+                with generators_kept(part):
+                    self._pass(work.of(one), self._idle_collector(one), work.options)
+                return
+            except _Ended:
+                pass
+            except _RETRIES as signal:
+                work = work.after(signal)
+                self._end("again")
+            except NeedsLoop as needed:
+                self._end("failed")
+                raise _one_by_one(needed) from None
+            except Exception:
+                self._end("failed")
+                raise
+            if self.ended == "failed":
+                self.ranks.refuse()
+            if self.ended == "orders":
+                self.ranks.over = True
+                raise _disordered()
+            self.ended = ""
+
+    def _end(self, how: str) -> None:
+        """Let the others know, who learn an order with this rank, that its pass has come to an end."""
+        if not self.ended and not self.ranks.over:
+            self.ended = _ENDS[self._agree(0, _ENDS.index(how), 0, 0)[1]]
+
+    def _ask(self, number: int) -> None:
+        """Whether all ranks are at the same collective of a pass, before it begins."""
+        if not self.ended:
+            how, highest, lowest = self._agree(0, 0, number, -number)[1:]
+            self.ended = _ENDS[how] or ("orders" if highest != -lowest else "")
+        if self.ended:
+            raise _Ended
+
+    def _idle(self, one: Problem) -> None:
+        """A pass on a row of zeros, for the others' sake. It changes nothing, and its failure is nobody's."""
+        with generators_kept(one), contextlib.suppress(Exception, Signal):
+            self._pass(one, self._idle_collector(one), RunOptions(save_memory=True))
 
     def _idle_collector(self, one: Problem) -> Collector:
         if self.pieces is None:
@@ -128,37 +200,54 @@ class Lockstep:
     def _pass(self, part: Problem, collector: Collector, options: RunOptions) -> Outcome:
         _copy_parameters(collector)
         scatter = None if self.pieces is None else self.pieces.of(collector)
-        is_good = False
+        is_good, is_known = False, (self.pieces is not None) in self.layers.schedules
         try:
-            with self.layers.passing(scatter):
+            with self.layers.passing(self._ask, scatter):
                 outcome = run_pass(part, collector, options)
             is_good = True
             return outcome
         finally:
-            self.order = self.layers.order()
-            self.ranks.over = self.layers.units.is_broken or self.ranks.over
-            if self.pieces is not None and not self.ranks.over:
+            if self.layers.units.is_broken:
+                self.ranks.lose()
+            if self.pieces is not None and not self.ranks.over and (is_good or is_known):
                 self.pieces.scatter_rest(collector if is_good else None)
 
     def _step(self, has_work: bool) -> bool:
         """Whether some rank has work. Raises where one has failed."""
-        more, failed, highest, lowest = self._agree(has_work, False)
+        out = self.is_out_of_turn
+        more, failed, some, others = self._agree(has_work, False, out, not out)
         if failed:
             self.ranks.refuse()
-        if highest != -lowest:  # some rank got pieces of one layer for those of another
+        if some and others:
             self.ranks.over = True
-            raise UnsupportedOpError(
-                "the ranks of the group ran the layers of the model in different orders\n"
-                "  under fully_shard every rank has to call the same modules in the same order."
-            )
+            raise _disordered()
+        if some:
+            del self.layers.schedules[self.pieces is not None]
+        self.is_out_of_turn = False
         return bool(more)
 
-    def _agree(self, has_work: bool, failed: bool) -> list[int]:
-        """The largest of what ranks say; of their orders the smallest, too, which is the same if there is but one."""
-        said = torch.tensor([has_work, failed, self.order, -self.order], device=self.ranks.device)
+    def _agree(self, *own: int) -> list[int]:
+        """The largest of what ranks say: four numbers, the second of which tells whether one has failed."""
+        self.is_between = False
+        said = torch.tensor(own, device=self.ranks.device)
         with self.ranks.in_touch():
             dist.all_reduce(said, dist.ReduceOp.MAX, group=self.ranks.group)
         return [int(number) for number in said.tolist()]
+
+
+def _one_by_one(needed: NeedsLoop) -> UnsupportedOpError:
+    return UnsupportedOpError(
+        f"samples of a model under fully_shard would have to run one by one: {needed.why}\n"
+        f"  at {place_of(needed)}\n"
+        "  write that part so that vmap takes it, or give the model before fully_shard."
+    )
+
+
+def _disordered() -> UnsupportedOpError:
+    return UnsupportedOpError(
+        "the ranks of the group ran the layers of the model in different orders\n"
+        "  under fully_shard every rank has to call the same modules in the same order."
+    )
 
 
 def _zeros(problem: Problem, n: int) -> Problem:

@@ -19,6 +19,7 @@ class Matrix:
         self.ranks, self.dtype = ranks, dtype
         self.shape: tuple[int, int] | None = None
         self.stage = 0
+        self.flat: Tensor  # what is summed: heads first, then the matrix
         ranks.rounds.append(self)
 
     def exchanged(self, parcels: Sequence[Any], rows: int, columns: int) -> list[Any]:
@@ -32,27 +33,28 @@ class Matrix:
         sizes, self.shape = [own[:2] for own in said], (sum(own[2] for own in said), sum(own[3] for own in said))
         sent = torch.cat([part for both in packed for part in both])
         came = torch.empty(sum(map(sum, sizes)), dtype=torch.uint8, device=self.ranks.device)
+        self.flat = torch.zeros(self.shape[0] * self.shape[1] + 1, dtype=self.dtype, device=self.ranks.device)
+        if self._rooms(failed=False):
+            self.ranks.refuse()
         with self.ranks.in_touch():
             splits = [sum(size) for size in sizes], [len(words) + len(numbers) for words, numbers in packed]
             dist.all_to_all_single(came, sent, *splits, group=self.ranks.group)
-        self.stage = 2
+        self.stage = 3
         found = came.split([n for size in sizes for n in size])
         return [_unpacked(words, numbers) for words, numbers in zip(found[::2], found[1::2], strict=True)]
 
     def summed(self, make: Callable[[], Tensor | None]) -> Tensor:
         """The sum over all ranks of what `make` gives, None for zeros. Raises where some rank has failed."""
         assert self.shape is not None
-        shape = self.shape
-        flat = torch.zeros(shape[0] * shape[1] + 1, dtype=self.dtype, device=self.ranks.device)
         own = make()
         if own is not None:
-            flat[:-1].view(shape).copy_(own)
-        self._sum(flat)
-        if bool(flat[-1] > 0):
+            self.flat[:-1].view(self.shape).copy_(own)
+        self._sum()
+        if bool(self.flat[-1] > 0):
             self.ranks.refuse()
         self.ranks.rounds.remove(self)
         self.ranks.over = True
-        return flat[:-1].view(shape)
+        return self.flat[:-1].view(self.shape)
 
     def abandon(self) -> None:
         """Take part in what is left, and say that this rank has failed."""
@@ -60,10 +62,11 @@ class Matrix:
             self._heads(failed=True)
         elif self.stage == 1:
             self._sizes([[-1] * 4] * self.ranks.size)
-        elif self.stage == 2 and self.shape is not None:
-            flat = torch.zeros(self.shape[0] * self.shape[1] + 1, dtype=self.dtype, device=self.ranks.device)
-            flat[-1] = 1
-            self._sum(flat)
+        elif self.stage == 2:
+            self._rooms(failed=True)
+        elif self.stage == 3:
+            self.flat.zero_()[-1] = 1
+            self._sum()
 
     def _heads(self, failed: bool) -> None:
         self.flat = self.ranks.first(0, failed)
@@ -75,11 +78,18 @@ class Matrix:
         came = torch.empty_like(sent)
         with self.ranks.in_touch():
             dist.all_to_all_single(came, sent, group=self.ranks.group)
+        self.stage = 2
         return [[int(number) for number in row] for row in came.tolist()]
 
-    def _sum(self, flat: Tensor) -> None:
-        self.ranks.finished(self.ranks.started(flat))
-        self.stage = 3
+    def _rooms(self, failed: bool) -> bool:
+        """Whether some rank has no room for what comes."""
+        said = torch.tensor([float(failed)], device=self.ranks.device)
+        self.ranks.finished(self.ranks.started(said))
+        return bool(said > 0)
+
+    def _sum(self) -> None:
+        self.stage = 4
+        self.ranks.finished(self.ranks.started(self.flat))
 
 
 class _Packer(pickle.Pickler):

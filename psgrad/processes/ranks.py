@@ -8,8 +8,10 @@ are words exchanged, and every rank raises: that rank its own error, the others 
 
 import contextlib
 import hashlib
+import threading
 import warnings
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
@@ -38,6 +40,10 @@ FIELDS = len(Head._fields)
 SMALL = 1024  # how many numbers of small parameters travel with the heads
 
 
+_BUSY: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()  # groups, and the thread whose call runs
+_LOST: "weakref.WeakSet[Any]" = weakref.WeakSet()  # groups in which this rank has left a call without a word
+
+
 class Round(Protocol):
     """Collectives that belong together. All ranks run them, or none."""
 
@@ -49,16 +55,17 @@ class Round(Protocol):
 class Ranks:
     """One call on all ranks of a group. As a context it sees to it that they end it alike."""
 
-    def __init__(self, group: Any, name: str, params: Any, randomness: str = "different") -> None:
+    def __init__(self, group: Any, name: str, randomness: str = "different") -> None:
         self.group = group_of(group)
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self.leaves, self.spec = optree.tree_flatten(params)
-        self.tensors = [t for t in self.leaves if isinstance(t, Tensor)]
+        self.leaves: list[Any] = []
+        self.spec: Any = None
+        self.tensors: list[Tensor] = []
         self.places: list[Place | None] = []  # of the parameters that are DTensors, where there are any
-        self.device = device_of(self.group, self.tensors)
-        self.words = [name, f"{len(self.tensors)} parameters {[(tuple(t.shape), t.dtype) for t in self.tensors]}"]
+        self.device = device_of(self.group, [])
+        self.words = [name]
         self.randomness = randomness
-        self.draws = generators(self.tensors)
+        self.draws = generators([])
         self.heads: list[Head] | None = None  # of all ranks, once they are known
         self.rounds: list[Round] = []  # that are to come
         self.owed: list[Callable[[], object]] = []  # to be called even where the call fails: others wait in them
@@ -66,18 +73,60 @@ class Ranks:
         self.over = False  # there is nothing left that others could wait for, or nothing that they would hear
 
     def __enter__(self) -> "Ranks":
+        """Raises, without a word to the others, where this rank could not talk to them in turn."""
+        if self.group in _LOST:
+            raise ArgumentError(
+                f"{self.words[0]} is called with a group in which an earlier call was interrupted, or has lost a rank\n"
+                "  this rank is out of step with the others: end the job, or make a new group on all ranks."
+            )
+        running = _BUSY.get(self.group)
+        if running == threading.get_ident():
+            raise ArgumentError(
+                f"{self.words[0]} is called with a group inside another call with that group\n"
+                "  samples of other ranks are not there for fn: call it outside, or without a group."
+            )
+        if running is not None:
+            _LOST.add(self.group)  # the other ranks may have let these calls take turns
+            raise ArgumentError(
+                f"{self.words[0]} is called with a group that a call of another thread is using\n"
+                "  ranks cannot tell the calls of threads apart: give each thread a group of its own."
+            )
+        _BUSY[self.group] = threading.get_ident()
         return self
+
+    def take(self, params: Any) -> None:
+        """Begin with these parameters."""
+        self.leaves, self.spec = optree.tree_flatten(params)
+        self.tensors = [t for t in self.leaves if isinstance(t, Tensor)]
+        self.device = device_of(self.group, self.tensors)
+        named = zip(self.spec.paths(), self.leaves, strict=True)
+        kinds = [(*path, tuple(t.shape), t.dtype) for path, t in named if isinstance(t, Tensor)]
+        self.words.append(f"{len(self.tensors)} parameters {kinds}")
+        self.draws = generators(self.tensors)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        try:
+            if error is None:
+                if self.heads is None:
+                    self.agree()
+            elif not self.over:
+                self._leave(error)
+        finally:
+            _BUSY.pop(self.group, None)
         if error is None:
-            if self.heads is None:
-                self.agree()
             self._warn_of_shared_seeds()
-        elif isinstance(error, Exception) and not self.over:  # an interrupt waits for nobody
-            with contextlib.suppress(Exception):  # if the others cannot be told, this error is still the one to show
-                self._tell(error)
+
+    def _leave(self, error: BaseException) -> None:
+        """End a call that has failed here. If the others cannot be told, the error is still the one to show."""
+        if not isinstance(error, Exception):  # an interrupt waits for nobody
+            _LOST.add(self.group)
+            return
+        try:
+            self._tell(error)
+        except Exception:
+            _LOST.add(self.group)
 
     # ---- parameters in pieces ----------------------------------------------------------------------------
 
@@ -111,14 +160,25 @@ class Ranks:
         """The user's function, which may talk to the other ranks: it is called once, even where the call fails."""
 
         def owed() -> object:
-            return function(torch.zeros(0, device=self.device))
+            with self.aside():
+                return function(torch.zeros(0, device=self.device))
 
         def called(norms: Tensor) -> Any:
             self.owed.remove(owed)
-            return function(norms)
+            with self.aside():
+                return function(norms)
 
         self.owed.append(owed)
         return called
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Around a function of the user's that all ranks call between two collectives: it may use the group itself."""
+        running = _BUSY.pop(self.group)
+        try:
+            yield
+        finally:
+            _BUSY[self.group] = running
 
     # ---- heads -------------------------------------------------------------------------------------------
 
@@ -150,16 +210,13 @@ class Ranks:
         if any(head.failed for head in self.heads):
             raise self.remote(self._exchange(None))
         if len({head.call for head in self.heads}) > 1:
-            said = "\n".join(f"  rank {rank}: {words}" for rank, words in self._exchange(self._call()))
+            calls = _apart(self._exchange(", ".join(self.words)))
+            said = "\n".join(f"  rank {rank}: {words}" for rank, words in calls)
             raise ArgumentError(
                 f"the ranks of the group do not make the same call\n{said}\n"
                 "  every rank has to call the same function, with the same parameters and bounds, in the same order."
             )
         return self.heads
-
-    def _call(self) -> str:
-        """The call in words, for people to compare."""
-        return ", ".join(words if len(words) <= 200 else f"{words[:200]} ..." for words in self.words)
 
     # ---- collectives -------------------------------------------------------------------------------------
 
@@ -178,14 +235,20 @@ class Ranks:
         try:
             yield
         except BaseException:
-            self.over = True
+            self.lose()
             raise
+
+    def lose(self) -> None:
+        """This rank can no longer talk to the others in turn."""
+        self.over = True
+        _LOST.add(self.group)
 
     # ---- errors ------------------------------------------------------------------------------------------
 
     def _tell(self, error: Exception) -> None:
         """Let the others know that the call has failed here."""
-        for call in self.owed:
+        passing = self.lockstep is not None and self.lockstep in self.rounds and not self.lockstep.is_between
+        for call in () if passing else self.owed:  # in the middle of passes no rank will call them
             with contextlib.suppress(Exception):
                 call()
         if self.heads is None and not self.rounds:
@@ -194,7 +257,7 @@ class Ranks:
             self.rounds[0].abandon()
         else:
             return
-        self._exchange(f"{type(error).__name__}: {error}")
+        self._exchange(_words(error))
 
     def refuse(self) -> None:
         """Raise since some rank has failed: the numbers of a round say so."""
@@ -226,6 +289,26 @@ class Ranks:
                 SharedSeedWarning,
                 stacklevel=callers_level(),
             )
+
+
+def _words(error: Exception) -> str:
+    """What an error says; others wait for it, so that this does not raise."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__
+
+
+def _apart(said: list[tuple[int, str]]) -> list[tuple[int, str]]:
+    """What ranks have called, each cut to where they begin to differ."""
+    letters = enumerate(zip(*(words for _, words in said), strict=False))
+    same = next((k for k, each in letters if len(set(each)) > 1), 0)
+    found = []
+    for rank, words in said:
+        head, start = words[:60], max(60, same - 40)
+        gap, tail = " ... " if start > 60 else "", words[start : start + 140]
+        found.append((rank, head + gap + tail + (" ..." if len(words) > start + 140 else "")))
+    return found
 
 
 def _fingerprint(parts: Iterable[Any]) -> float:

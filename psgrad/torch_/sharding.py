@@ -101,11 +101,19 @@ class Unit:
         self.group, self.modules = group, group.modules
         self.params = [ShardedParam(param) for param in group.fsdp_params]
 
+    @property
+    def is_to_gather(self) -> bool:
+        """Whether `unshard` would begin to gather, as it does where nothing is there and nothing is under way."""
+        group = self.group
+        is_skipped = not getattr(group, "unshard_in_backward", True) and group._training_state.name == "PRE_BACKWARD"
+        return group._all_gather_result is None and not group.is_unsharded and not is_skipped
+
     def gather(self) -> None:
-        """Gather and let go: for other ranks, which want this one's pieces."""
-        self.group.unshard()
-        self.group.wait_for_unshard()
-        self.group._to_sharded()
+        """Gather and let go: for other ranks, which want this one's pieces. Also inside a pass."""
+        kind = type(self.group)
+        kind.unshard(self.group)
+        kind.wait_for_unshard(self.group)
+        kind._to_sharded(self.group)
 
 
 class Event(NamedTuple):
@@ -123,7 +131,6 @@ class Units:
         states = {id(s): s for m in model.modules() if is_sharded(m) for s in [m._get_fsdp_state()]}  # type: ignore[operator]
         self.states = list(states.values())
         self.all = [Unit(group) for state in self.states for group in state._fsdp_param_groups]
-        self.issued: list[Event] = []  # the collectives of this pass
         self.is_broken = False  # a gather of this pass has failed, as when a process has died
 
     def prepare(self) -> None:
@@ -139,17 +146,20 @@ class Units:
         root.reset_iter_state()
 
     @contextlib.contextmanager
-    def passing(self, put: Callable[[Unit], None], after: Callable[[Unit], None] | None) -> Iterator[None]:
+    def passing(
+        self, put: Callable[[Unit], None], before: Callable[[Event], bool], after: Callable[[Unit], None] | None
+    ) -> Iterator[None]:
         """Around a forward and a backward: hooks run outside vmap and modes.
 
-        `put` is called where a unit is whole before it runs, `after` where its backward is over.
+        `put` is called where a unit is whole before it runs, `after`, which is a collective, where its backward is
+        over, `before` where a collective is about to begin; it may say that there is to be no `after`.
         """
         handles = [
             module.register_forward_pre_hook(lambda *_, unit=unit: put(unit))
             for unit in self.all
             for module in unit.modules
         ]
-        self.issued, self.is_broken = [], False
+        self.is_broken = False
         changed: list[tuple[dict[str, Any], str, Any]] = []
 
         def change(owner: Any, name: str, value: Any) -> None:
@@ -166,9 +176,9 @@ class Units:
                 change(group, "reduce_grads", False)  # there are none of its own
                 for name in ("pre_forward", "post_forward", "reshard", "pre_backward"):
                     change(group, name, _unseen(getattr(group, name)))
-                change(group, "post_backward", self._ending(unit, group.post_backward, after))
-                change(group, "unshard", self._noting(unit, group.unshard))
-                change(group, "wait_for_unshard", self._noting(unit, group.wait_for_unshard))
+                change(group, "post_backward", self._ending(unit, group.post_backward, before, after))
+                change(group, "unshard", self._gathering(unit, group.unshard, before))
+                change(group, "wait_for_unshard", _unseen(self.unbroken(group.wait_for_unshard)))
                 change(group, "_register_post_backward_hook", _post_backward_hook(group))
             yield
         finally:
@@ -179,38 +189,49 @@ class Units:
                 if before is _NOTHING:
                     del home[name]
 
-    def _noting(self, unit: Unit, function: Callable[..., None]) -> Callable[..., None]:
-        """`function` of a unit without modes, and noted whether it has begun to gather, or failed."""
+    def unbroken(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, and noted whether it has failed."""
 
-        def noting(*args: Any) -> None:
-            is_pending = unit.group._all_gather_result is not None
+        def unbroken(*args: Any) -> Any:
             try:
-                with without_modes():
-                    function(*args)
+                return function(*args)
             except BaseException:
                 self.is_broken = True
                 raise
-            if not is_pending and unit.group._all_gather_result is not None:
-                self.issued.append(Event(unit, False))
 
-        return noting
+        return unbroken
 
-    def _ending(self, unit: Unit, post_backward: Callable[..., None], after: Any) -> Callable[..., None]:
-        """`post_backward` of a unit without modes, and then `after`, which is a collective."""
+    def _gathering(self, unit: Unit, unshard: Callable[..., None], before: Any) -> Callable[..., None]:
+        """`unshard` of a unit without modes, and first `before`, where it begins to gather."""
+
+        def gathering(*args: Any) -> None:
+            with without_modes():
+                is_idle = unit.group._all_gather_result is None
+                is_to_gather = unit.is_to_gather
+                if is_to_gather:
+                    _outside(before, Event(unit, False))
+                self.unbroken(unshard)(*args)
+                if is_to_gather != (is_idle and unit.group._all_gather_result is not None):
+                    self.is_broken = True
+                    raise AssertionError("fully_shard gathers where psgrad does not expect it; please report this")
+
+        return gathering
+
+    def _ending(self, unit: Unit, post_backward: Callable[..., None], before: Any, after: Any) -> Callable[..., None]:
+        """`post_backward` of a unit without modes, and then `after`."""
 
         def ending(*args: Any) -> None:
             with without_modes():
                 post_backward(*args)
-                if after is None:
-                    return
-                self.issued.append(Event(unit, True))
-                try:
-                    after(unit)
-                except BaseException:
-                    self.is_broken = True
-                    raise
+                if after is not None and before(Event(unit, True)):
+                    self.unbroken(after)(unit)
 
         return ending
+
+
+def _outside(function: Callable[..., Any], *args: object) -> Any:
+    """`function` outside of the vmap that runs, if one does."""
+    return function(*args) if levels.current_level() is None else levels.below(function, *args)
 
 
 def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
