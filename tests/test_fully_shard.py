@@ -122,6 +122,7 @@ def _layers(rank: int, size: int, kind: str, sizes: list[int], shape: tuple[int,
         p = params[name]
         assert (g.placements, g.dtype, g.to_local().shape) == (p.placements, p.dtype, p.to_local().shape), name
     given = torch.linspace(-1, 2, sum(sizes)).split(sizes)[rank]
+    squares = {name: g.square() for name, g in step.grad.items()}
     found = {
         "clipped": whole(step.grad),
         "norms": step.norms.tolist(),
@@ -137,6 +138,9 @@ def _layers(rank: int, size: int, kind: str, sizes: list[int], shape: tuple[int,
         "by norm": whole(psgrad.weighted_grad(fn, params, own, lambda norms: 1 / norms, group=group)),
         "only norms": psgrad.per_sample_norms(fn, params, own, chunk_size=7, group=group).tolist(),
         "gram": psgrad.gram(fn, params, own, group=group).tolist(),
+        "dots": psgrad.per_sample_dots(fn, params, own, step.grad, group=group).tolist(),
+        "projected": psgrad.projected_grads(fn, params, own, 16, normalize=squares, eps=0.1, group=group).tolist(),
+        "kron": {k: whole(f._asdict()) for k, f in psgrad.kron_factors(fn, params, own, group=group).items()},
         "before": before,
         "after": ordinary_step(model, part(batch, 0, [6])),
     }
@@ -177,6 +181,10 @@ def test_layer_by_layer(kind: str, sizes: list[int], shape: tuple[int, ...]) -> 
     stats, products = psgrad.grad_stats(fn, params, batch), psgrad.gram(fn, params, batch)
     weighted = psgrad.weighted_grad(fn, params, batch, torch.linspace(-1, 2, 24))
     by_norm = psgrad.weighted_grad(fn, params, batch, lambda norms: 1 / norms)
+    dots = psgrad.per_sample_dots(fn, params, batch, step.grad)
+    squares = {name: g.square() for name, g in step.grad.items()}
+    projected = psgrad.projected_grads(fn, params, batch, 16, normalize=squares, eps=0.1)
+    kron = psgrad.kron_factors(fn, params, batch)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name in step.grad:
@@ -194,6 +202,9 @@ def test_layer_by_layer(kind: str, sizes: list[int], shape: tuple[int, ...]) -> 
         for name in ("norms", "only norms", "little norms"):
             assert_close(one[name], step.norms[at], 2e-6)
         assert_close(one["gram"], products[at], 2e-6)
+        assert_close(one["dots"], dots[at], 5e-6)
+        assert_close(one["projected"], projected[at], 5e-6)
+        assert_close(one["kron"], {name: factors._asdict() for name, factors in kron.items()}, 2e-6)
         assert_close(one["mean"], stats.mean, 2e-6)
         assert_close(one["variance"], stats.variance, 5e-6)
         assert_close(one["scale"], [float(stats.trace), float(stats.sq_mean)], 1e-5)

@@ -87,6 +87,9 @@ SIZES = [[12, 12], [20, 4], [24, 0], [10, 0, 13, 1]]
 # ---- the quantities ----------------------------------------------------------------------------------------
 
 
+ROTATION = (torch.linspace(-1, 1, 24).view(8, 3), torch.linspace(2, -1, 40).view(8, 5))  # of 8 rows and 8 columns
+
+
 def _quantities(rank: int, size: int, sizes: list[int]) -> Any:
     warnings.simplefilter("error")  # no loop over samples
     fn, params, batch = problem()
@@ -112,6 +115,10 @@ def _quantities(rank: int, size: int, sizes: list[int]) -> Any:
         "variance": plain(stats.variance),
         "scale": [float(stats.trace), float(stats.sq_mean), float(stats.noise_scale)],
         "only norms": psgrad.per_sample_norms(fn, params, own, group=group).tolist(),
+        "dots": psgrad.per_sample_dots(fn, params, own, step.grad, group=group).tolist(),
+        "projected": psgrad.projected_grads(fn, params, own, 32, seed=5, chunk_size=7, group=group).tolist(),
+        "kron": {k: plain(f._asdict()) for k, f in psgrad.kron_factors(fn, params, own, group=group).items()},
+        "rotated": plain(psgrad.grad_stats(fn, params, own, basis={"twice.weight": ROTATION}, group=group).variance),
         "factored": psgrad.factored_grads(fn, params, own, group=group).norms().tolist(),
         "gram": psgrad.gram(fn, params, own, group=group).tolist(),
         "in chunks": plain(psgrad.clipped_grad(fn, params, own, 0.5, chunk_size=5, group=group).grad),
@@ -143,6 +150,10 @@ def test_quantities_are_those_of_one_process(sizes: list[int]) -> None:
     trace = sum(float(v.sum()) for v in variance.values())
     sq_mean = sum(float(m.square().sum()) for m in mean.values()) - trace / 24
     flat = torch.cat([g.flatten(1) for g in each.values()], 1)
+    double = problem(torch.float64)
+    projected = psgrad.projected_grads(*double, 32, seed=5)
+    kron = psgrad.kron_factors(*double)
+    rotated = psgrad.grad_stats(*double, basis={"twice.weight": tuple(t.double() for t in ROTATION)}).variance
     for rank, one in enumerate(found):
         own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
         assert_close(one["clipped"], sum_of(clip))
@@ -160,6 +171,10 @@ def test_quantities_are_those_of_one_process(sizes: list[int]) -> None:
         assert_close(one["variance"], variance)
         assert_close(one["scale"], [trace, sq_mean, trace / sq_mean], 1e-5)
         assert_close(one["gram"], (flat @ flat.T)[own])
+        assert_close(one["dots"], flat[own] @ torch.cat([g.flatten() for g in sum_of(clip).values()]))
+        assert_close(one["projected"], projected[own])
+        assert_close(one["kron"], {name: factors._asdict() for name, factors in kron.items()})
+        assert_close(one["rotated"], rotated, 2e-6)
         for name in ("clipped", "weighted", "mean", "layers"):
             assert one[name] == found[0][name], f"{name} has other bits on rank {rank}"
     fn, params, batch = problem()
@@ -228,6 +243,9 @@ CALLS: dict[str, Callable[..., Any]] = {
     "per_sample_norms": psgrad.per_sample_norms,
     "factored_grads": psgrad.factored_grads,
     "gram": psgrad.gram,
+    "per_sample_dots": lambda fn, params, batch, **k: psgrad.per_sample_dots(fn, params, batch, problem()[1], **k),
+    "projected_grads": lambda fn, params, batch, **k: psgrad.projected_grads(fn, params, batch, 8, **k),
+    "kron_factors": psgrad.kron_factors,
 }
 
 
@@ -238,6 +256,7 @@ def test_how_many_collectives_a_call_takes() -> None:
             **{f"{name}, no group": [] for name in CALLS},
             **{f"{name}, a group": ["all_reduce"] for name in CALLS},
             "grad_stats, a group": ["all_reduce", "all_reduce"],
+            "kron_factors, a group": ["all_reduce", "all_reduce"],
             "gram, a group": ["all_reduce", "all_to_all_single", "all_reduce", "all_to_all_single", "all_reduce"],
         }
 

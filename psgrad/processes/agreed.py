@@ -1,6 +1,7 @@
 """The keyword `group` of public functions."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -9,50 +10,72 @@ import optree
 from ..engine.validate import is_nested
 from ..errors import ArgumentError
 from .lockstep import Lockstep
-from .placed import is_dtensor
+from .placed import is_dtensor, made_whole
 from .ranks import Ranks
 
 C = TypeVar("C", bound=Callable[..., Any])
 
 
-def agreed(function: C) -> C:
+def agreed(function: C, like_params: str = "") -> C:
     """A public function with the keyword `group`: there it gets the `Ranks` of its call, and None where none is given.
 
-    Whatever raises in it, from the first look at its arguments on, all ranks raise. Inside, parameters are whole.
+    Whatever raises in it, from the first look at its arguments on, all ranks raise. Inside, parameters are whole, and
+    so is the argument `like_params`, a tree like them.
     """
+    places = {name: k for k, name in enumerate(inspect.signature(function).parameters)}
 
     @functools.wraps(function)
     def call(*args: Any, group: Any = None, **kwargs: Any) -> Any:
         if group is None:
             return function(*args, **kwargs)
-        fn = args[0] if args else kwargs.get("fn")
-        params = args[1] if len(args) > 1 else kwargs.get("params")
+        given = _Given(list(args), kwargs, places)
         with Ranks(group, function.__name__, kwargs.get("randomness", "different")) as ranks:
-            ranks.take(params)
+            ranks.take(given["params"])
             if is_nested():
                 raise ArgumentError(
                     f"{function.__name__} is called with a group inside a torch.func transform\n"
                     "  ranks talk about numbers, which are not there yet: call it outside, or without a group."
                 )
-            if any(map(is_dtensor, ranks.leaves)):
-                whole = _whole(ranks, getattr(fn, "psgrad_layers", None), kwargs.get("max_bytes") is not None)
-                if len(args) > 1:
-                    args = (args[0], whole, *args[2:])
-                else:
-                    kwargs["params"] = whole
-            return function(*args, group=ranks, **kwargs)
+            other: Any = given[like_params] if like_params else None
+            if any(map(is_dtensor, [*ranks.leaves, *optree.tree_leaves(other)])):
+                layers = getattr(given["fn"], "psgrad_layers", None)
+                given["params"], whole = _whole(
+                    ranks, layers, kwargs.get("max_bytes") is not None, (like_params, other)
+                )
+                if other is not None:
+                    given[like_params] = whole
+            return function(*given.args, group=ranks, **given.kwargs)
 
     return cast(C, call)
 
 
-def _whole(ranks: Ranks, layers: Any, is_bounded: bool) -> Any:
-    """The parameters without pieces: whole at once, or for a model under fully_shard while a layer is gathered."""
+class _Given:
+    """Arguments by name, wherever they are."""
+
+    def __init__(self, args: list[Any], kwargs: dict[str, Any], places: dict[str, int]) -> None:
+        self.args, self.kwargs, self.places = args, kwargs, places
+
+    def __getitem__(self, name: str) -> Any:
+        k = self.places[name]
+        return self.args[k] if k < len(self.args) else self.kwargs.get(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if self.places[name] < len(self.args):
+            self.args[self.places[name]] = value
+        else:
+            self.kwargs[name] = value
+
+
+def _whole(ranks: Ranks, layers: Any, is_bounded: bool, other: tuple[str, Any]) -> tuple[Any, Any]:
+    """The parameters and a tree like them without pieces: whole at once, but for the parameters of a model under
+    fully_shard, which are whole while a layer is gathered."""
     if layers is None:
-        return ranks.gathered()
+        return ranks.gathered(other)
     params: Any = optree.tree_unflatten(ranks.spec, ranks.leaves)
     layers.check(params, ranks.group)
-    ranks.in_pieces(is_prepared=layers.is_prepared, orders=layers.orders(), is_bounded=is_bounded)
-    ranks.lockstep = Lockstep(ranks, layers)
+    pieces = ranks.in_pieces(other, is_prepared=layers.is_prepared, orders=layers.orders(), is_bounded=is_bounded)
     with ranks.in_touch():
         layers.prepare()
-    return layers.whole(params)
+        whole = made_whole(other[1], pieces)
+    ranks.lockstep = Lockstep(ranks, layers)
+    return layers.whole(params), whole

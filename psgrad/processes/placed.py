@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import optree
 import torch.distributed as dist
 from torch import Tensor
 
@@ -55,7 +56,8 @@ def places_of(leaves: Sequence[Any], names: Sequence[str], group: "dist.ProcessG
     return found
 
 
-def whole(leaf: Any) -> Tensor:
-    """All of a DTensor: a collective of the ranks of its mesh."""
-    found: Tensor = leaf.detach().full_tensor()
-    return found.detach()
+def made_whole(tree: Any, places: Sequence[Place | None]) -> Any:
+    """A tree with all of every DTensor: a collective of the ranks of its mesh for each."""
+    leaves, spec = optree.tree_flatten(tree)
+    whole = [t if place is None else t.detach().full_tensor().detach() for t, place in zip(leaves, places, strict=True)]
+    return optree.tree_unflatten(spec, whole)

@@ -24,7 +24,7 @@ from ..engine.ladder import callers_level
 from ..engine.problem import generators, paths
 from ..errors import ArgumentError, RemoteError, SharedSeedWarning
 from .groups import device_of, group_of
-from .placed import Place, places_of, whole
+from .placed import Place, made_whole, places_of
 
 
 class Head(NamedTuple):
@@ -130,19 +130,25 @@ class Ranks:
 
     # ---- parameters in pieces ----------------------------------------------------------------------------
 
-    def in_pieces(self, **options: object) -> None:
-        """Note where the pieces of the parameters are, and see to it that all ranks have them in the same."""
+    def in_pieces(self, other: tuple[str, Any], **options: object) -> list[Place | None]:
+        """Note where the pieces of the parameters are, and see to it that all ranks have them in the same.
+
+        The same for another tree, given with its name, whose places are returned.
+        """
         self.places = places_of(self.leaves, paths(self.spec, "params"), self.group)
-        self.expect(places=[None if place is None else place.placements for place in self.places], **options)
+        leaves, spec = optree.tree_flatten(other[1])
+        found = places_of(leaves, paths(spec, other[0]), self.group)
+        self.expect(places=[None if place is None else place.placements for place in (*self.places, *found)], **options)
         self.agree()  # else a rank whose parameters are whole would wait for the others, who wait for it
         self.heads = None  # those of the call itself are yet to come
+        return found
 
-    def gathered(self) -> Any:
-        """The parameters, with every DTensor whole."""
-        self.in_pieces()
+    def gathered(self, other: tuple[str, Any]) -> tuple[Any, Any]:
+        """The parameters, and another tree, with every DTensor whole."""
+        pieces = self.in_pieces(other)
+        params: Any = optree.tree_unflatten(self.spec, self.leaves)
         with self.in_touch():
-            leaves = [whole(t) if place else t for t, place in zip(self.leaves, self.places, strict=True)]
-        return optree.tree_unflatten(self.spec, leaves)
+            return made_whole(params, self.places), made_whole(other[1], pieces)
 
     def placed(self, leaves: list[Tensor]) -> list[Tensor]:
         """Tensors like the parameters, which all ranks have whole, in pieces where these are."""

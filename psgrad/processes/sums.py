@@ -50,6 +50,7 @@ class Sums:
         self.flats: list[Tensor] = []
         self.works: list[Any] = []
         ranks.rounds.append(self)
+        ranks.over = False
 
     def following(self, totals: list[Tensor | None]) -> Iterator[int]:
         """The parameters in the order of the buckets, to be summed into `totals`: all buckets but the last are sent."""

@@ -11,6 +11,7 @@ from ..engine.problem import kind_of, paths
 from ..errors import ArgumentError, ArgumentTypeError
 from ..factors.numerics import cast, wide
 from ..factors.sum import Sum
+from ..processes.placed import is_dtensor
 
 
 class Directions(NamedTuple):
@@ -51,6 +52,11 @@ def directions_of(given: Any, spec: optree.PyTreeSpec, params: Sequence[Any], na
         shape = tuple(p.shape)
         if not isinstance(t, Tensor):
             raise ArgumentTypeError(f"{path} is {kind_of(t)}, not a tensor\n  give a tensor of shape {shape}.")
+        if is_dtensor(t):
+            raise ArgumentTypeError(
+                f"{path} is a DTensor, and there is no group\n"
+                "  say group= with the ranks that hold it, or give its full_tensor()."
+            )
         if t.is_complex():
             raise ArgumentTypeError(f"{path} has dtype {t.dtype}\n  give real numbers.")
         if tuple(t.shape) == shape:

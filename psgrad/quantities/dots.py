@@ -1,15 +1,17 @@
 """per_sample_dots: inner products of per-sample gradients with a direction."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, overload
 
 import optree
 from torch import Tensor
 
-from ..annotations import P, Randomness
+from ..annotations import Group, P, Randomness
 from ..engine.linear_collector import LinearMap
 from ..engine.problem import Problem
 from ..engine.validate import validated
+from ..processes.agreed import agreed
 from ..streaming.stream import counted, refuse_inside_transforms, stream
 from ..torch_.compiler import uncompiled
 from .directions import Directions, directions_of
@@ -31,6 +33,7 @@ def per_sample_dots(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    group: Group | None = None,
 ) -> Tensor: ...
 @overload
 def per_sample_dots(
@@ -47,6 +50,7 @@ def per_sample_dots(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    group: Group | None = None,
 ) -> P: ...
 @overload
 def per_sample_dots(
@@ -63,6 +67,7 @@ def per_sample_dots(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    group: Group | None = None,
 ) -> tuple[Tensor, Any]: ...
 @overload
 def per_sample_dots(
@@ -79,10 +84,12 @@ def per_sample_dots(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    group: Group | None = None,
 ) -> tuple[P, Any]: ...
 
 
 @uncompiled
+@partial(agreed, like_params="direction")
 def per_sample_dots(
     fn: Callable[..., Any],
     params: Any,
@@ -97,6 +104,7 @@ def per_sample_dots(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    group: Any = None,
 ) -> Any:
     """The inner product of every sample's gradient with a direction, at about the price of one backward pass.
 
@@ -125,6 +133,8 @@ def per_sample_dots(
         per_param: the products of each parameter's gradients, a pytree like params; they add up to the others.
         valid: (N,) booleans; the other samples do not run, and their numbers are 0.
         has_aux: `fn` returns `(loss, aux)`; aux comes back with a leading sample axis, zeros where not `valid`.
+        group: processes that share a batch, as for `clipped_grad`. The numbers are of this rank's samples; the
+            direction is the same on all ranks, and is held whole on each; if a rank raises, all do.
 
     Returns:
         A tensor (N,), or (N, K) for K directions; with `per_param` a pytree of them; with `has_aux` `(dots, aux)`.
@@ -140,7 +150,8 @@ def per_sample_dots(
     there = counted(problem, valid)
     shown = "per_sample_dots" if progress else None
     quantity = Dots(given, per_param)
-    found, outcome = stream(quantity, there.problem, chunk_size=chunk_size, max_bytes=max_bytes, progress=shown)
+    options: dict[str, Any] = {"chunk_size": chunk_size, "max_bytes": max_bytes, "progress": shown, "ranks": group}
+    found, outcome = stream(quantity, there.problem, **options)
     rows = [there.among_zeros(given.squeezed(t)) for t in found]
     result = optree.tree_unflatten(problem.params_spec, rows) if per_param else rows[0]
     return there.with_aux(result, outcome)

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
-from ..annotations import Randomness
+from ..annotations import Group, Randomness
 from ..engine.batched import Outcome
 from ..engine.kron_collector import KronCollector, added
 from ..engine.ladder import join
@@ -16,6 +17,10 @@ from ..engine.validate import validated
 from ..errors import ArgumentError
 from ..factors.base import Kron
 from ..factors.numerics import wide
+from ..processes.agreed import agreed
+from ..processes.ranks import Ranks
+from ..processes.sums import Sums
+from ..streaming.blocks import Meta
 from ..streaming.stream import Quantity, Run, counted, refuse_inside_transforms, stream
 from ..torch_.compiler import uncompiled
 from .named import indices_of, names_of
@@ -51,6 +56,7 @@ def kron_factors(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    group: Group | None = None,
 ) -> dict[str, KronFactors]: ...
 @overload
 def kron_factors(
@@ -66,10 +72,12 @@ def kron_factors(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    group: Group | None = None,
 ) -> tuple[dict[str, KronFactors], Any]: ...
 
 
 @uncompiled
+@agreed
 def kron_factors(
     fn: Callable[..., Any],
     params: Any,
@@ -83,6 +91,7 @@ def kron_factors(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    group: Any = None,
 ) -> Any:
     """The two factors of K-FAC for every matrix: the means of x x^T and of g g^T, without gradients.
 
@@ -111,6 +120,8 @@ def kron_factors(
             write them. None: all that have factors. A table of 50,000 rows that is multiplied has 50,000 x 50,000.
         valid: (N,) booleans; the other samples do not run and do not count.
         has_aux: `fn` returns `(loss, aux)`; aux comes back with a leading sample axis, zeros where not `valid`.
+        group: processes that share a batch, as for `clipped_grad`: the means are over the samples of all ranks, whole
+            on each. What has no such form on one of them is left out on all.
 
     Returns:
         A dict from names to `KronFactors(input, output)`, in float32 at least; with `has_aux` `(factors, aux)`. The
@@ -130,7 +141,13 @@ def kron_factors(
     there = counted(problem, valid)
     shown = "kron_factors" if progress else None
     quantity = KronSums(wanted)
-    found, outcome = stream(quantity, there.problem, chunk_size=chunk_size, max_bytes=max_bytes, progress=shown)
+    options: dict[str, Any] = {"chunk_size": chunk_size, "max_bytes": max_bytes, "progress": shown, "ranks": group}
+    if group is not None:
+        group.expect(names=wanted)
+    found, outcome = stream(quantity, there.problem, **options)
+    n = there.problem.n
+    if group is not None:
+        found, n = _over_all_ranks(found, group, there.problem, wanted), group.count
     own = names_of(problem.params_spec)
     result = {}
     for i in wanted:
@@ -144,10 +161,9 @@ def kron_factors(
         if i in found.others or (sums is None and names is None):
             continue
         if sums is None:  # no sample used it
-            size = p[0].numel() if len(p) else 0
+            size = prod(p.shape[1:]) if len(p) else 0
             zeros = torch.zeros(size, size, dtype=wide(p.dtype), device=p.device)
             sums = Kron(zeros.new_zeros(len(p), len(p)), zeros)
-        n = there.problem.n
         result[own[i]] = KronFactors(*(t.div_(n if n else torch.nan) for t in (sums.input, sums.output)))
     return there.with_aux(result, outcome)
 
@@ -193,3 +209,32 @@ class KronSums(Quantity[_Sums, _Sums]):
 
     def finish(self, state: _Sums) -> _Sums:
         return state
+
+
+def _over_all_ranks(own: _Sums, ranks: Ranks, problem: Problem, wanted: Sequence[int]) -> _Sums:
+    """The sums of the samples of all ranks. What a rank has depends on its samples: first they say what that is."""
+    kinds = torch.zeros(len(wanted), 3, device=ranks.device)  # ranks that have a diagonal, a matrix, something else
+    for row, i in zip(kinds, wanted, strict=True):
+        if i in own.others:
+            row[2] = 1
+        elif i in own.sums:
+            row[own.sums[i].output.dim() - 1] = 1
+    (kinds,) = Sums(ranks, [Meta(kinds.shape, kinds.dtype, kinds.device)], lambda: problem.n).result([kinds])
+    said = dict(zip(wanted, kinds.tolist(), strict=True))
+    others = {i: "another rank's samples" for i, (_, _, other) in said.items() if other} | own.others
+    there = {i: bool(matrix) for i, (diagonal, matrix, _) in said.items() if diagonal or matrix}
+    metas: list[Meta] = []
+    totals: list[Tensor | None] = []
+    for i, is_matrix in there.items():
+        p, sums = problem.params[i], own.sums.get(i)
+        size = prod(p.shape[1:]) if len(p) else 0
+        metas += [
+            Meta(torch.Size(shape), wide(p.dtype), p.device)
+            for shape in ((len(p), len(p)) if is_matrix else (len(p),), (size, size))
+        ]
+        output = None if sums is None else sums.output
+        if output is not None and is_matrix and output.dim() == 1:
+            output = output.diag()
+        totals += [output, None if sums is None else sums.input]
+    whole = iter(Sums(ranks, metas).result(totals) if metas else [])
+    return _Sums(False, {i: Kron(next(whole), next(whole)) for i in there}, others)

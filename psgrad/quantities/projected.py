@@ -1,12 +1,13 @@
 """projected_grads: per-sample gradients made small by a random projection, for stores and kernels of many samples."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from ..annotations import P, Randomness
+from ..annotations import Group, P, Randomness
 from ..engine.linear_collector import LinearMap
 from ..engine.problem import Problem, kind_of
 from ..engine.validate import check_positive, validated
@@ -14,6 +15,7 @@ from ..errors import ArgumentError, ArgumentTypeError
 from ..factors.numerics import cast, wide
 from ..factors.sketch import Projection
 from ..factors.sum import Sum
+from ..processes.agreed import agreed
 from ..streaming.stream import counted, refuse_inside_transforms, stream
 from ..torch_.compiler import uncompiled
 from .directions import Directions, directions_of
@@ -43,6 +45,7 @@ def projected_grads(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    group: Group | None = None,
 ) -> Tensor: ...
 @overload
 def projected_grads(
@@ -63,10 +66,12 @@ def projected_grads(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    group: Group | None = None,
 ) -> tuple[Tensor, Any]: ...
 
 
 @uncompiled
+@partial(agreed, like_params="normalize")
 def projected_grads(
     fn: Callable[..., Any],
     params: Any,
@@ -85,6 +90,7 @@ def projected_grads(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    group: Any = None,
 ) -> Any:
     """Every sample's gradient, projected at random onto `dim` numbers whose inner products estimate those of gradients.
 
@@ -128,6 +134,8 @@ def projected_grads(
         eps: see `normalize`.
         valid: (N,) booleans; the other samples do not run, and their rows are 0.
         has_aux: `fn` returns `(loss, aux)`; aux comes back with a leading sample axis, zeros where not `valid`.
+        group: processes that share a batch, as for `clipped_grad`. The rows are of this rank's samples, by the same
+            projection on all ranks; if a rank raises, all do.
 
     Returns:
         A tensor (N, dim), in float32 at least; with `has_aux` `(rows, aux)`.
@@ -141,7 +149,10 @@ def projected_grads(
     there = counted(problem, valid)
     shown = "projected_grads" if progress else None
     quantity = Projections(dim, seed, kind == "two_sided", projector, moments, eps)
-    found, outcome = stream(quantity, there.problem, chunk_size=chunk_size, max_bytes=max_bytes, progress=shown)
+    if group is not None:
+        group.expect(dim=dim, seed=seed, kind=kind, eps=eps, normalize=normalize is not None)
+    options: dict[str, Any] = {"chunk_size": chunk_size, "max_bytes": max_bytes, "progress": shown, "ranks": group}
+    found, outcome = stream(quantity, there.problem, **options)
     return there.with_aux(there.among_zeros(found[0]), outcome)
 
 

@@ -19,6 +19,7 @@ from ..factors.maps import mapped_shape
 from ..processes.agreed import agreed
 from ..processes.ranks import Ranks
 from ..processes.sums import Sums
+from ..streaming.blocks import Meta
 from ..streaming.stream import (
     Counted,
     Quantity,
@@ -212,12 +213,19 @@ def grad_stats(
     if there.mask is not None:
         refuse_recording("grad_stats of the samples that are valid")
     shown = "grad_stats" if progress else None
-    if group is not None and basis is not None:
-        raise ArgumentError("basis= and group= are both given\n  give one of them.")
     if group is not None and group.lockstep is not None:
+        if basis is not None:
+            raise ArgumentError(
+                "basis= is given, and the moments of a model under fully_shard are in pieces, as its parameters are\n"
+                "  give the model before fully_shard."
+            )
         return _layer_by_layer(group, there, chunk_size, max_bytes)
-    rounds = None if group is None else (Sums(group, metas(problem), lambda: problem.n), Sums(group, metas(problem)))
     maps = {} if basis is None else maps_of(basis, problem.params_spec, problem.params, "basis", True)
+    rounds = None
+    if group is not None:
+        group.expect(basis=[(i, *(None if t is None else tuple(t.shape) for t in pair)) for i, pair in maps.items()])
+        shapes = _mapped_metas(problem, maps)
+        rounds = Sums(group, shapes, lambda: problem.n), Sums(group, shapes)
     found, outcome = stream(Moments(maps), problem, chunk_size=chunk_size, max_bytes=max_bytes, progress=shown)
     if rounds is not None:
         found = _over_all_ranks(found, *rounds)
@@ -272,6 +280,14 @@ class _Moments:
     seen: int = 0
 
 
+def _mapped_metas(problem: Problem, maps: Maps) -> list[Meta]:
+    """What the moments of each parameter look like."""
+    found = list(metas(problem))
+    for i, sides in maps.items():
+        found[i] = found[i]._replace(shape=torch.Size(mapped_shape(tuple(found[i].shape), *sides)))
+    return found
+
+
 class Moments(Quantity[_Moments, _Moments]):
     """Means and squared deviations, chunk by chunk as in Chan et al. (1983)."""
 
@@ -281,9 +297,7 @@ class Moments(Quantity[_Moments, _Moments]):
         self.name = f"stats {shapes}" if shapes else "stats"
 
     def start(self, whole: Problem, step: int) -> _Moments:
-        zeros = list(metas(whole))
-        for i, sides in self.maps.items():
-            zeros[i] = zeros[i]._replace(shape=torch.Size(mapped_shape(tuple(zeros[i].shape), *sides)))
+        zeros = _mapped_metas(whole, self.maps)
         maps = empty_maps(self.maps) if self.rehearsed else self.maps
         return _Moments(maps, [meta.new() for meta in zeros], [meta.new() for meta in zeros], [])
 

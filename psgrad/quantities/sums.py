@@ -251,7 +251,7 @@ class WeightedSums(Quantity[Totals, Totals]):
     """The gradients of the losses, each loss counting with its weight: one ordinary backward."""
 
     name = "sums"
-    has_sums = True
+    has_sums = scatters = True
 
     def __init__(self, weights: Tensor | None) -> None:
         self.weights = weights  # None: all are 1
@@ -404,7 +404,7 @@ class TwoPasses(Quantity[FromNorms, FromNorms]):
     """Norms first, then the gradient of the weighted losses: holds no factors. One weight for all parameters."""
 
     name = "clipped in two"
-    has_sums = looks_first = True
+    has_sums = scatters = looks_first = True
 
     def __init__(self, weigh: Weigh) -> None:
         self.weigh = weigh

@@ -40,6 +40,7 @@ class Quantity(Generic[State, Result]):
 
     name = ""  # what the planner remembers its measurements by
     has_sums = False  # over samples: chunks then hold sums of their own, which a run of all samples at once does not
+    scatters = False  # of a model under fully_shard those sums are like the parameters, and are scattered as they come
     keeps_all = False  # what is held grows with every chunk
     looks_first = False  # a pass over all chunks comes before: `look` at each, then `decide`
 
@@ -223,7 +224,7 @@ def in_lock_step(
             lockstep.rest(problem)
             quantity.decide(state)
         after = generators(problem.params)
-        if quantity.has_sums:
+        if quantity.scatters:
             lockstep.scattering(problem.params)
         for k, (rows, chunk) in enumerate(chunks(problem, step)):
             if draws:
