@@ -437,6 +437,7 @@ def _refused(rank: int, size: int) -> Any:
             found[name] = "nothing"
         except psgrad.PsgradError as error:
             found[name] = str(error)
+    found["dense"] = {name: g.tolist() for name, g in kept.dense().items()}
     found["kept"] = psgrad.gram(fn, params, own, kept, group=group).tolist()
     some = {name: p for name, p in params.items() if name.startswith("blocks.1.")}
     found["some"] = whole(psgrad.clipped_grad(fn, some, own, 0.5, group=group).grad)
@@ -450,6 +451,8 @@ def test_what_is_refused_and_what_is_not() -> None:
     for rank, one in enumerate((first, second)):
         assert one.pop("little").startswith("max_bytes=100 is too little: one sample at a time needs ")
         at = slice(12 * rank, 12 * rank + 12)
+        grads = psgrad.per_sample_grads(fn, params, batch)
+        assert_close(one.pop("dense"), {name: g[at] for name, g in grads.items()}, 2e-6)
         assert_close(one.pop("kept"), psgrad.gram(fn, params, batch)[at], 2e-6)
         some = {name: p for name, p in params.items() if name.startswith("blocks.1.")}
         assert_close(one.pop("some"), psgrad.clipped_grad(fn, some, batch, 0.5).grad, 2e-6)

@@ -75,6 +75,7 @@ def _tensor_parallel(rank: int, size: int, data: int) -> Any:
     step = psgrad.clipped_grad(fn, own, mine, 0.3, **options)
     count = len(calls)
     each = psgrad.per_sample_norms(fn, own, mine, per_param=True, sharded=shards)
+    stats = psgrad.grad_stats(fn, own, mine, chunk_size=4, **options)
     return {
         "clipped": plain(step.grad),
         "norms": step.norms.tolist(),
@@ -84,6 +85,13 @@ def _tensor_parallel(rank: int, size: int, data: int) -> Any:
             psgrad.clipped_grad(fn, own, mine, {"norm": 0.1, "up": 0.1, "down": 0.2, "head": 1.0}, **options).grad
         ),
         "by norm": plain(psgrad.weighted_grad(fn, own, mine, lambda norms: 1 / norms, **options)),
+        "gram": psgrad.gram(fn, own, mine, chunk_size=4, sharded=shards).tolist(),
+        "cross": psgrad.gram(fn, own, mine, tuple(t[:2] for t in mine), sharded=shards).tolist(),
+        "dots": psgrad.per_sample_dots(fn, own, mine, step.grad, chunk_size=4, **options).tolist(),
+        "mean": plain(stats.mean),
+        "variance": plain(stats.variance),
+        "sq_norms": stats.sq_norms.tolist(),
+        "scale": [float(stats.trace), float(stats.sq_mean)],
         "only norms": psgrad.per_sample_norms(fn, own, mine, **options).tolist(),
         "each": plain(each),
         "none": psgrad.per_sample_norms(fn, own, tuple(t[:0] for t in mine), sharded=shards).tolist(),
@@ -102,6 +110,8 @@ def test_layers_in_pieces(size: int, data: int) -> None:
     by_norm = psgrad.weighted_grad(fn, params, batch, lambda norms: 1 / norms)
     each = psgrad.per_sample_norms(fn, params, batch, per_param=True)
     grads = psgrad.per_sample_grads(fn, params, batch)
+    products, dots = psgrad.gram(fn, params, batch), psgrad.per_sample_dots(fn, params, batch, step.grad)
+    stats = psgrad.grad_stats(fn, params, batch)
     for rank, one in enumerate(found):
         place, rows = rank % tensor, slice(rank // tensor * 12 // data, (rank // tensor + 1) * 12 // data)
         for name in ("clipped", "chunks"):
@@ -112,6 +122,13 @@ def test_layers_in_pieces(size: int, data: int) -> None:
             assert_close(one[name], step.norms[rows], 2e-6)
         assert_close(one["each"], {k: t[rows] for k, t in each.items()}, 2e-6)
         assert one["none"] == []
+        assert_close(one["gram"], products[rows, rows], 2e-6)
+        assert_close(one["cross"], products[rows, rows][:, :2], 2e-6)
+        assert_close(one["dots"], dots[rows], 2e-6)
+        assert_close(one["mean"], cut(stats.mean, place, tensor), 2e-6)
+        assert_close(one["variance"], cut(stats.variance, place, tensor), 5e-6)
+        assert_close(one["sq_norms"], step.norms[rows].square(), 2e-6)
+        assert_close(one["scale"], [float(stats.trace), float(stats.sq_mean)], 1e-5)
         own = {k: t[rows].chunk(tensor, PIECES[k] + 1)[place] if k in PIECES else t[rows] for k, t in grads.items()}
         assert_close(one["grads"], own, 2e-6)
         assert_close(one["vmap"], own, 2e-6)
@@ -128,9 +145,13 @@ def _refused(rank: int, size: int) -> Any:
         ([group], {}),
         ({"up.weight": "tp"}, {}),
         ({"up.weight": group}, {"max_bytes": "1GB"}),
+        ({"up.weight": group}, {"inside": True}),
     ):
+        call = lambda x, sharded=sharded, options=options: psgrad.clipped_grad(
+            lambda p, s: x * p["up.weight"].sum(), params, batch, 1.0, sharded=sharded, **options
+        ).grad["up.weight"]
         try:
-            psgrad.clipped_grad(lambda p, s: p["up.weight"].sum(), params, batch, 1.0, sharded=sharded, **options)  # type: ignore[call-overload]
+            torch.func.jacrev(call)(torch.ones(())) if options.pop("inside", False) else call(1.0)
         except psgrad.PsgradError as error:
             said.append(f"{type(error).__name__}: {error}")
     return said
@@ -146,4 +167,6 @@ def test_what_is_refused() -> None:
             "  give a ProcessGroup, as torch.distributed.group.WORLD is one, or a DeviceMesh with one axis.",
             "ArgumentError: sharded and max_bytes are both given: ranks with pieces of other sizes would run other "
             "chunks\n  give chunk_size, the same on all of them.",
+            "ArgumentError: sharded is given inside a torch.func transform\n"
+            "  ranks talk about numbers, which are not there yet: call it outside.",
         ]

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..engine.validate import is_nested
 from ..errors import ArgumentError
 from .groups import group_of
 
@@ -27,18 +28,24 @@ class Shards:
             else:
                 known.append(i)
 
-    def whole_norms(self, norms: Sequence[Tensor]) -> list[Tensor]:
-        """Norms (N,) of each parameter's gradients, with those of pieces replaced by those of the whole.
+    def summed(self, each: Sequence[Tensor]) -> list[Tensor]:
+        """Numbers of each parameter, all of one shape; those of pieces are summed over the ranks that hold them.
 
-        One all-reduce for each group, of N numbers for each of its parameters. In float64, which the squares fit into.
+        One all-reduce for each group, in float64.
         """
-        found = list(norms)
+        found = list(each)
         for group, indices in self.groups:
-            squares = torch.stack([norms[i].double().square() for i in indices])
-            dist.all_reduce(squares, group=group)
-            for i, own in zip(indices, squares.sqrt(), strict=True):
-                found[i] = own.to(norms[i].dtype)
+            own = torch.stack([each[i].double() for i in indices])
+            dist.all_reduce(own, group=group)
+            for i, t in zip(indices, own, strict=True):
+                found[i] = t.to(each[i].dtype)
         return found
+
+    def whole_norms(self, norms: Sequence[Tensor]) -> list[Tensor]:
+        """Norms (N,) of each parameter's gradients, with those of pieces replaced by those of the whole."""
+        squares = self.summed([t.double().square() for t in norms])  # which float64 has room for
+        pieces = {i for _, indices in self.groups for i in indices}
+        return [squares[i].sqrt().to(t.dtype) if i in pieces else t for i, t in enumerate(norms)]
 
 
 def _broadcast(sharded: Any, params: Any) -> list[Any]:
@@ -58,6 +65,11 @@ def _broadcast(sharded: Any, params: Any) -> list[Any]:
 
 def shards_of(sharded: Any, params: Any, max_bytes: object) -> Shards:
     """The pieces among `params`."""
+    if is_nested():
+        raise ArgumentError(
+            "sharded is given inside a torch.func transform\n"
+            "  ranks talk about numbers, which are not there yet: call it outside."
+        )
     if max_bytes is not None:
         raise ArgumentError(
             "sharded and max_bytes are both given: ranks with pieces of other sizes would run other chunks\n"

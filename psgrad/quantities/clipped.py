@@ -167,9 +167,9 @@ def clipped_grad(
     bounds = bounds_of(max_norm, params, len(problem.params))
     there = counted(problem, valid)
     problem = there.problem
+    shards = None if sharded is None else shards_of(sharded, params, max_bytes)
     if is_nested():
         return _nested_clipped(there, bounds, nonfinite, nested.step_of(problem, chunk_size, max_bytes))
-    shards = None if sharded is None else shards_of(sharded, params, max_bytes)
     clip = Clip(bounds.each, bounds.group, nonfinite, there, shards)
     across = None
     if group is not None:

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any, Literal, overload
 
 import optree
+import torch
 from torch import Tensor
 
 from ..annotations import Group, P, Randomness
@@ -12,6 +13,7 @@ from ..engine.linear_collector import LinearMap
 from ..engine.problem import Problem
 from ..engine.validate import validated
 from ..processes.agreed import agreed
+from ..processes.shards import shards_of
 from ..streaming.stream import counted, refuse_inside_transforms, stream
 from ..torch_.compiler import uncompiled
 from .directions import Directions, directions_of
@@ -33,6 +35,7 @@ def per_sample_dots(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    sharded: Any = None,
     group: Group | None = None,
 ) -> Tensor: ...
 @overload
@@ -50,6 +53,7 @@ def per_sample_dots(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    sharded: Any = None,
     group: Group | None = None,
 ) -> P: ...
 @overload
@@ -67,6 +71,7 @@ def per_sample_dots(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    sharded: Any = None,
     group: Group | None = None,
 ) -> tuple[Tensor, Any]: ...
 @overload
@@ -84,6 +89,7 @@ def per_sample_dots(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    sharded: Any = None,
     group: Group | None = None,
 ) -> tuple[P, Any]: ...
 
@@ -104,6 +110,7 @@ def per_sample_dots(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    sharded: Any = None,
     group: Any = None,
 ) -> Any:
     """The inner product of every sample's gradient with a direction, at about the price of one backward pass.
@@ -133,6 +140,7 @@ def per_sample_dots(
         per_param: the products of each parameter's gradients, a pytree like params; they add up to the others.
         valid: (N,) booleans; the other samples do not run, and their numbers are 0.
         has_aux: `fn` returns `(loss, aux)`; aux comes back with a leading sample axis, zeros where not `valid`.
+        sharded: parameters in pieces, as for `clipped_grad`, and directions likewise: products of whole gradients.
         group: processes that share a batch, as for `clipped_grad`. The numbers are of this rank's samples; the
             direction is the same on all ranks, and is held whole on each; if a rank raises, all do.
 
@@ -149,9 +157,13 @@ def per_sample_dots(
     given = directions_of(direction, problem.params_spec, problem.params)
     there = counted(problem, valid)
     shown = "per_sample_dots" if progress else None
-    quantity = Dots(given, per_param)
+    shards = None if sharded is None else shards_of(sharded, params, max_bytes)
+    quantity = Dots(given, per_param or shards is not None)
     options: dict[str, Any] = {"chunk_size": chunk_size, "max_bytes": max_bytes, "progress": shown, "ranks": group}
     found, outcome = stream(quantity, there.problem, **options)
+    if shards is not None:
+        found = shards.summed(found)
+        found = found if per_param else [torch.stack(found).sum(0)]
     rows = [there.among_zeros(given.squeezed(t)) for t in found]
     result = optree.tree_unflatten(problem.params_spec, rows) if per_param else rows[0]
     return there.with_aux(result, outcome)

@@ -19,6 +19,7 @@ from ..factors import assumptions
 from ..processes.agreed import agreed
 from ..processes.parcels import Matrix
 from ..processes.ranks import Ranks
+from ..processes.shards import Shards, shards_of
 from ..streaming.progress import Bar
 from ..streaming.stream import (
     Counted,
@@ -51,6 +52,7 @@ def gram(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    sharded: Any = None,
     group: Group | None = None,
 ) -> Tensor: ...
 @overload
@@ -67,6 +69,7 @@ def gram(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    sharded: Any = None,
     group: Group | None = None,
 ) -> tuple[Tensor, Any]: ...
 
@@ -86,6 +89,7 @@ def gram(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    sharded: Any = None,
     group: Any = None,
 ) -> Any:
     """Inner products of per-sample gradients: (N, N), or (N, M) with those of another batch.
@@ -127,6 +131,8 @@ def gram(
         valid: (N,) booleans; rows (and without `other` columns) of the other samples are 0, and they do not run.
         has_aux: `fn` returns `(loss, aux)`; aux of `batch` comes back with a leading sample axis, zeros where not
             `valid`. That of `other` does not.
+        sharded: parameters in pieces, as for `clipped_grad`: products of whole gradients. The factors of all samples
+            are kept, and a matrix for each parameter; not together with a group.
         group: processes that share a batch, as for `clipped_grad`. Rows are this rank's samples, columns those of all
             ranks, one rank after the other; factors are kept, and sent once, so that `max_bytes` is refused.
 
@@ -137,9 +143,16 @@ def gram(
     problem = validated(fn, params, batch, save_memory=max_bytes is not None, **options)
     there = counted(problem, valid)
     problem = there.problem
+    shards = None if sharded is None else shards_of(sharded, params, max_bytes)
     if is_nested():
         second = None if other is None or isinstance(other, FactoredGrads) else validated(fn, params, other, **options)
         return _nested_gram(there, other, second, nested.step_of(problem, chunk_size, max_bytes))
+    if shards is not None:
+        if group is not None:
+            raise ArgumentError(
+                "sharded and group are both given to gram\n  gather the samples of the group, and drop it."
+            )
+        return _of_pieces(shards, there, fn, params, other, options, chunk_size)
     if group is not None:
         options |= {"chunk_size": chunk_size, "max_bytes": max_bytes, "progress": progress}
         return _across_ranks(group, there, fn, params, other, options)
@@ -255,6 +268,21 @@ def _crossed(problem: Problem, second: Problem | None, step: int, bar: Bar | Non
             if second is None and k != i:
                 out[side, top] = out[top, side].mT
     return out, outcomes
+
+
+def _of_pieces(
+    shards: Shards, there: Counted, fn: Any, params: Any, other: Any, options: dict[str, Any], chunk_size: int | None
+) -> Any:
+    """Products of gradients of which some are in pieces: those of the pieces are summed over their ranks."""
+    step: dict[str, Any] = {"chunk_size": chunk_size, "max_bytes": None}
+    own, outcome = factored(there.problem, **step)
+    if other is not None and not isinstance(other, FactoredGrads):
+        other = factored(validated(fn, params, other, **options), **step)[0]
+    each = [t.to(dtype_of(there.problem)) for t in optree.tree_leaves(own.dots(other, per_param=True))]
+    found = torch.stack(shards.summed(each)).sum(0)
+    if other is None:
+        found = there.among_zeros(found.mT).mT
+    return there.with_aux(there.among_zeros(found), outcome)
 
 
 # ---- over the samples of all ranks ------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from ..errors import ArgumentError
 from ..factors.maps import mapped_shape
 from ..processes.agreed import agreed
 from ..processes.ranks import Ranks
+from ..processes.shards import Shards, shards_of
 from ..processes.sums import Sums
 from ..streaming.blocks import Meta
 from ..streaming.stream import (
@@ -112,6 +113,7 @@ def grad_stats(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    sharded: Any = None,
     group: Group | None = None,
 ) -> GradStats[P]: ...
 @overload
@@ -128,6 +130,7 @@ def grad_stats(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    sharded: Any = None,
     group: Group | None = None,
 ) -> tuple[GradStats[P], Any]: ...
 
@@ -147,6 +150,7 @@ def grad_stats(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    sharded: Any = None,
     group: Any = None,
 ) -> Any:
     """Mean and variance of the per-sample gradients, and the gradient noise scale.
@@ -192,6 +196,8 @@ def grad_stats(
             norms are then those of QO^T g QI. Names as for `FactoredGrads.precondition`, which takes the transposes.
         valid: (N,) booleans; the other samples do not run and do not count, their entries are 0.
         has_aux: `fn` returns `(loss, aux)`; aux comes back with a leading sample axis, zeros where not `valid`.
+        sharded: parameters in pieces, as for `clipped_grad`: means and variances are those of the pieces, all else is
+            of whole gradients.
         group: processes that share a batch, as for `clipped_grad`: all but `sq_norms`, `values` and aux is over the
             samples of all ranks.
 
@@ -204,6 +210,7 @@ def grad_stats(
     )
     there = counted(problem, valid)
     problem = there.problem
+    shards = None if sharded is None else shards_of(sharded, params, max_bytes)
     if is_nested():
         if basis is not None:
             raise ArgumentError(
@@ -214,9 +221,10 @@ def grad_stats(
         refuse_recording("grad_stats of the samples that are valid")
     shown = "grad_stats" if progress else None
     if group is not None and group.lockstep is not None:
-        if basis is not None:
+        if basis is not None or shards is not None:
             raise ArgumentError(
-                "basis= is given, and the moments of a model under fully_shard are in pieces, as its parameters are\n"
+                f"{'basis' if shards is None else 'sharded'}= is given, and the moments of a model under fully_shard "
+                "are in pieces, as its parameters are\n"
                 "  give the model before fully_shard."
             )
         return _layer_by_layer(group, there, chunk_size, max_bytes)
@@ -226,15 +234,18 @@ def grad_stats(
         group.expect(basis=[(i, *(None if t is None else tuple(t.shape) for t in pair)) for i, pair in maps.items()])
         shapes = _mapped_metas(problem, maps)
         rounds = Sums(group, shapes, lambda: problem.n), Sums(group, shapes)
-    found, outcome = stream(Moments(maps), problem, chunk_size=chunk_size, max_bytes=max_bytes, progress=shown)
+    quantity = Moments(maps, per_param=shards is not None)
+    found, outcome = stream(quantity, problem, chunk_size=chunk_size, max_bytes=max_bytes, progress=shown)
     if rounds is not None:
         found = _over_all_ranks(found, *rounds)
     below = found.seen - 1 if found.seen > 1 else torch.nan
     variance = [t.div_(below) for t in found.deviations]
     mean = found.mean if found.seen else [m * torch.nan for m in found.mean]
     none = torch.zeros(0, dtype=dtype_of(problem), device=problem.params[0].device)
-    sq_norms = torch.cat(found.sq_norms) if found.sq_norms else none
-    return there.with_aux(_stats(there, mean, variance, sq_norms, max(found.seen, 1), outcome, group), outcome)
+    sq_norms = torch.cat(found.sq_norms, -1) if found.sq_norms else none
+    if shards is not None and found.sq_norms:
+        sq_norms = torch.stack(shards.summed(list(sq_norms))).sum(0)
+    return there.with_aux(_stats(there, mean, variance, sq_norms, max(found.seen, 1), outcome, group, shards), outcome)
 
 
 def _stats(
@@ -245,11 +256,15 @@ def _stats(
     count: Tensor | int,
     outcome: Outcome,
     ranks: Ranks | None = None,
+    shards: Shards | None = None,
 ) -> GradStats[Any]:
     """The estimates from `count` samples, given the moments of each parameter's gradients."""
     problem, dtype = there.problem, dtype_of(there.problem)
-    trace = torch.stack([v.sum(dtype=dtype) for v in variance]).sum()
-    sq_mean = torch.stack([m.square().sum(dtype=dtype) for m in mean]).sum() - trace / count
+    traces, squares = [v.sum(dtype=dtype) for v in variance], [m.square().sum(dtype=dtype) for m in mean]
+    if shards is not None:
+        traces, squares = shards.summed(traces), shards.summed(squares)
+    trace = torch.stack(traces).sum()
+    sq_mean = torch.stack(squares).sum() - trace / count
     return GradStats(
         tree_of_sums(problem, mean, ranks),
         tree_of_sums(problem, variance, ranks),
@@ -291,8 +306,8 @@ def _mapped_metas(problem: Problem, maps: Maps) -> list[Meta]:
 class Moments(Quantity[_Moments, _Moments]):
     """Means and squared deviations, chunk by chunk as in Chan et al. (1983)."""
 
-    def __init__(self, maps: Maps | None = None, rehearsed: bool = False) -> None:
-        self.maps, self.rehearsed = maps or {}, rehearsed
+    def __init__(self, maps: Maps | None = None, rehearsed: bool = False, per_param: bool = False) -> None:
+        self.maps, self.rehearsed, self.per_param = maps or {}, rehearsed, per_param  # squared norms of each parameter
         shapes = [(i, *(None if t is None else t.shape for t in pair)) for i, pair in self.maps.items()]
         self.name = f"stats {shapes}" if shapes else "stats"
 
@@ -314,7 +329,11 @@ class Moments(Quantity[_Moments, _Moments]):
             gap = t.sub_(m)
             m.add_(gap, alpha=share)
             total.add_(part).add_(gap.square_(), alpha=state.seen * share)
-        state.sq_norms.append(fg.sq_norms())
+        if self.per_param:
+            leaves = optree.tree_leaves(fg.sq_norms(per_param=True))
+            state.sq_norms.append(torch.stack([t.to(dtype_of(chunk)) for t in leaves]))
+        else:
+            state.sq_norms.append(fg.sq_norms())
         state.seen += chunk.n
         return outcome
 

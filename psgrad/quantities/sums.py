@@ -158,6 +158,7 @@ def weighted_grad(
     )
     there = counted(problem, valid)
     problem = there.problem
+    shards = None if sharded is None else shards_of(sharded, params, max_bytes)
     if is_nested():
         return _nested_sums(there, weights, nested.step_of(problem, chunk_size, max_bytes))
     options: dict[str, Any] = {"chunk_size": chunk_size, "max_bytes": max_bytes}
@@ -166,7 +167,6 @@ def weighted_grad(
         return _layer_by_layer(group, there, weights, options)
     across = None if group is None else Sums(group, metas(problem), lambda: problem.n)
     if callable(weights):
-        shards = None if sharded is None else shards_of(sharded, params, max_bytes)
         if shards is not None and chunk_size is not None and chunk_size < problem.n:
             raise ArgumentError(
                 "sharded, chunk_size and a function of the norms are given, which takes two passes\n"
