@@ -287,6 +287,44 @@ def test_gram_of_two_batches_and_of_valid_samples() -> None:
         assert_close(one["valid"], own[at])
 
 
+def _several_outputs(rank: int, size: int) -> Any:
+    model, params, x = outputs()
+    own, group = x[[slice(5), slice(5, 5), slice(5, 9)][rank]], dist.group.WORLD
+    valid = torch.arange(len(own)) != 1
+    try:
+        psgrad.ntk(model, params, own, max_bytes="1GB", group=group)
+    except psgrad.ArgumentError as error:
+        said = str(error).splitlines()[0]
+    return {
+        "full": psgrad.ntk(model, params, own, valid=valid, chunk_size=3, group=group).tolist(),
+        "trace": psgrad.ntk(model, params, own, outputs="trace", group=group).tolist(),
+        "other": psgrad.ntk(model, params, own, own[:1] * 2, group=group).tolist(),
+        "jacobians": plain(psgrad.per_sample_jacobians(model, params, own, group=group)),
+        "said": said,
+    }
+
+
+def outputs() -> tuple[Any, Any, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    return lambda p, x: torch.func.functional_call(model, p, (x,)), params, torch.randn(9, 4)
+
+
+def test_kernels_of_several_outputs() -> None:
+    fn, params, x = outputs()
+    found = run(_several_outputs, 3)
+    valid = torch.tensor([n not in (1, 6) for n in range(9)])
+    full, trace = psgrad.ntk(fn, params, x, valid=valid), psgrad.ntk(fn, params, x, outputs="trace")
+    other, jacobians = psgrad.ntk(fn, params, x, 2 * x[[0, 5]]), psgrad.per_sample_jacobians(fn, params, x)
+    for one, at in zip(found, (slice(5), slice(5, 5), slice(5, 9)), strict=True):
+        assert_close(one["full"], full[at])
+        assert_close(one["trace"], trace[at])
+        assert_close(one["other"], other[at])
+        assert_close(one["jacobians"], {name: t[at] for name, t in jacobians.items()})
+        assert one["said"] == "ntk with a group keeps the factors of all samples, which max_bytes does not bound"
+
+
 def _other_dtypes(rank: int, size: int, dtype: torch.dtype) -> Any:
     fn, params, batch = problem(dtype)
     own = part(batch, rank, [15, 9])

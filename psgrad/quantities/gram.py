@@ -1,8 +1,8 @@
 """gram: inner products of per-sample gradients. It needs pairs of chunks, and so is no fold over them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 import optree
 import torch
@@ -35,7 +35,8 @@ from ..streaming.stream import (
 )
 from ..torch_.compiler import uncompiled
 from . import nested
-from .factored import FactoredGrads, concat, factored, factored_chunk
+from .across import Rows, products_of_all, refuse_max_bytes
+from .factored import FactoredGrads, factored, factored_chunk
 
 
 @overload
@@ -288,27 +289,11 @@ def _of_pieces(
 # ---- over the samples of all ranks ------------------------------------------------------------------------
 
 
-class _Rows(NamedTuple):
-    """What a rank sends of its samples: the gradients of some parameters, and which samples they are."""
-
-    grads: FactoredGrads | None  # None: there is no parameter for that rank
-    places: Tensor | None  # of the samples that count; None: all
-    n: int
-
-
 def _across_ranks(
     ranks: Ranks, there: Counted, fn: Callable[..., Any], params: Any, other: Any, options: dict[str, Any]
 ) -> Any:
-    """The rows of this rank's samples; columns are the samples of all ranks, one rank after the other.
-
-    Parameter i's factors of all ranks go to rank i mod w, which makes its part of the whole matrix; the parts are
-    summed. So factors are sent once, where a ring would send them w / 2 times.
-    """
-    if options.pop("max_bytes") is not None:
-        raise ArgumentError(
-            "gram with a group keeps the factors of all samples, which max_bytes does not bound\n"
-            "  give chunk_size, for what runs at once, or no group."
-        )
+    """The rows of this rank's samples; columns are the samples of all ranks, one rank after the other."""
+    refuse_max_bytes("gram", options.pop("max_bytes"))
     if ranks.lockstep is not None and other is not None and not isinstance(other, FactoredGrads):
         raise ArgumentError(
             "other is a second batch, and a model under fully_shard runs one in a call\n"
@@ -322,42 +307,11 @@ def _across_ranks(
         return factored(problem, chunk_size=step, max_bytes=None, progress="gram" if shown else None, ranks=ranks)
 
     own, outcome = kept(there.problem)
-    rows = [_Rows(own, there.places, there.n)]
+    sides = [Rows([own], there.places, there.n)]
     if isinstance(other, FactoredGrads):
         own.dots(other[:0])  # refuses other parameters
-        rows.append(_Rows(other, None, len(other)))
+        sides.append(Rows([other], None, len(other)))
     elif other is not None:
         second = kept(validated(fn, params, other, **options))[0]
-        rows.append(_Rows(second, None, len(second)))
-    parcels = [[_of_params(part, k, ranks.size) for part in rows] for k in range(ranks.size)]
-    came = matrix.exchanged(parcels, rows[0].n, rows[-1].n)
-    firsts, seconds = [parts[0] for parts in came], [parts[-1] for parts in came]
-
-    def products() -> Tensor | None:
-        if firsts[0].grads is None:
-            return None
-        left = concat([part.grads for part in firsts])
-        right = left if other is None else concat([part.grads for part in seconds])
-        out = torch.zeros(matrix.shape or (), dtype=dtype_of(there.problem), device=ranks.device)
-        out[_places(firsts)[:, None], _places(seconds)] = left.dots(right).to(out)
-        return out
-
-    start = sum(part.n for part in firsts[: ranks.rank])
-    found = matrix.summed(products)[start : start + there.n].clone()
-    return there.with_aux(found, outcome)
-
-
-def _of_params(rows: _Rows, rank: int, size: int) -> _Rows:
-    """The same of every `size`-th parameter, from number `rank` on."""
-    grads = rows.grads
-    return rows._replace(grads=None if grads is None else grads._of_params(slice(rank, None, size)))
-
-
-def _places(parts: Sequence[_Rows]) -> Tensor:
-    """Where the samples that count are among those of all ranks."""
-    found, start = [], 0
-    for part in parts:
-        own = torch.arange(part.n) if part.places is None else part.places.cpu()
-        found.append(own + start)
-        start += part.n
-    return torch.cat(found)
+        sides.append(Rows([second], None, len(second)))
+    return there.with_aux(products_of_all(ranks, matrix, sides)[:, :, 0, 0], outcome)

@@ -9,17 +9,20 @@ import optree
 import torch
 from torch import Tensor
 
-from ..annotations import P, Randomness
+from ..annotations import Group, P, Randomness
 from ..engine.batched import Outcome
 from ..engine.ladder import collect, differentiating, generators_kept
 from ..engine.problem import Problem, generators, kind_of, rewind
 from ..engine.validate import validated
 from ..errors import ArgumentError, ArgumentTypeError
+from ..processes.agreed import agreed
+from ..processes.parcels import Matrix
 from ..streaming.progress import Bar
 from ..streaming.stream import (
     Counted,
     Quantity,
     Run,
+    check_step,
     chunks,
     counted,
     dtype_of,
@@ -28,7 +31,8 @@ from ..streaming.stream import (
     refuse_inside_transforms,
 )
 from ..torch_.compiler import uncompiled
-from .factored import FactoredGrads, factored_chunk
+from .across import Rows, products_of_all, refuse_max_bytes
+from .factored import FactoredGrads, factored, factored_chunk
 from .grads import Grads
 
 
@@ -90,6 +94,7 @@ def _outputs(
 
 
 @uncompiled
+@agreed
 def per_sample_jacobians(
     fn: Callable[..., Any],
     params: P,
@@ -101,6 +106,7 @@ def per_sample_jacobians(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    group: Group | None = None,
 ) -> P:
     """The Jacobian of `fn(params, sample)` with respect to params, for every sample.
 
@@ -122,6 +128,8 @@ def per_sample_jacobians(
         params, batch, in_dims, randomness, chunk_size, max_bytes: as for `per_sample_grads`.
         valid: (N,) booleans; the other samples do not run, and their Jacobians are 0.
         progress: show a bar, as for `per_sample_grads`; a sample counts once for each output.
+        group: processes that share a batch, as for `clipped_grad`. Jacobians are of this rank's samples; if a rank
+            raises, all do.
 
     Returns:
         A pytree like params, leaves (N, *outputs, *shape).
@@ -130,6 +138,7 @@ def per_sample_jacobians(
         ArgumentTypeError: `fn` returns no floating-point tensor.
     """
     refuse_inside_transforms("per_sample_jacobians")
+    _refuse_layers(group)
     outputs = _outputs(fn, params, batch, in_dims, randomness, valid, max_bytes is not None)
     problem, k = outputs.there.problem, outputs.count
     leaves = [p.new_zeros(problem.n, k, *p.shape) for p in problem.params]
@@ -154,6 +163,7 @@ def per_sample_jacobians(
 
 
 @uncompiled
+@agreed
 def ntk(
     fn: Callable[..., Any],
     params: Any,
@@ -167,6 +177,7 @@ def ntk(
     max_bytes: int | float | str | None = None,
     randomness: Randomness = "different",
     progress: bool = False,
+    group: Any = None,
 ) -> Tensor:
     """The empirical neural tangent kernel: inner products of the Jacobians of samples, without the Jacobians.
 
@@ -191,11 +202,14 @@ def ntk(
         outputs: "full", or "trace", which holds the factors of one output at a time in place of all.
         valid: (N,) booleans; rows (and without `other` columns) of the other samples are 0, and they do not run.
         progress: show a bar, as for `per_sample_grads`; a sample counts for each output as often as it runs.
+        group: processes that share a batch, as for `gram`. Rows are this rank's samples, columns those of all ranks,
+            one rank after the other; the factors of all outputs are kept, and sent once: `max_bytes` is refused.
 
     Returns:
         A tensor (N, M, K, K), or (N, M), in float32 at least.
     """
     refuse_inside_transforms("ntk")
+    _refuse_layers(group)
     if outputs not in ("full", "trace"):
         raise ArgumentError(
             f'outputs={outputs!r} is not one of "full", "trace"\n'
@@ -203,6 +217,10 @@ def ntk(
         )
     first = _outputs(fn, params, batch, in_dims, randomness, valid, max_bytes is not None)
     problem = first.there.problem
+    if group is not None:
+        refuse_max_bytes("ntk", max_bytes)
+        matrix = Matrix(group, dtype_of(problem))
+        check_step(problem, chunk_size, None)
     step = plan(_Pair(first, outputs == "full"), problem, chunk_size, max_bytes)
     assert isinstance(step, int)
     second = None
@@ -215,12 +233,34 @@ def ntk(
             )
         moved = second.there.problem._replace(reached=problem.reached)  # one warning, if no output has a gradient
         second = second._replace(there=second.there._replace(problem=moved))
+    if group is not None:
+        group.expect(shape=first.shape, outputs=outputs, other=other is not None)
+        sides = [_kept(own, step, "ntk" if progress else None) for own in (first, second) if own is not None]
+        return products_of_all(group, matrix, sides, outputs == "trace")
     kernel = _Kernel(first, second, step, outputs == "full")
     with differentiating(problem), kernel.bar() if progress else nullcontext() as bar:
         found = kernel.filled(bar)
     if second is None:
         found = first.there.among_zeros(found.transpose(0, 1).contiguous()).transpose(0, 1)
     return first.there.among_zeros(found.contiguous())
+
+
+def _kept(outputs: Outputs, step: int, shown: str | None) -> Rows:
+    """The factors of all outputs; all draw the same random numbers."""
+    problem, there, grads = outputs.there.problem, outputs.there, []
+    before = generators(problem.params)
+    for k in range(outputs.count):
+        rewind(before)
+        grads.append(factored(outputs.of(problem, k), chunk_size=step or None, max_bytes=None, progress=shown)[0])
+    return Rows(grads, there.places, there.n)
+
+
+def _refuse_layers(ranks: Any) -> None:
+    if ranks is not None and ranks.lockstep is not None:
+        raise ArgumentError(
+            "fn is that of a model under fully_shard, which returns the loss alone\n"
+            "  give the model before fully_shard, and fn(params, sample) -> outputs."
+        )
 
 
 class _Kernel:
