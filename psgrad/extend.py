@@ -56,6 +56,7 @@ over samples. An error that the op itself raises for a wrong call stays the op's
 from .factors.base import Factor
 from .factors.costs import ConvGeometry, Plan
 from .factors.dense import Dense, Product
+from .factors.matrices import Matrices
 from .factors.outer import Outer
 from .factors.patches import Patches
 from .factors.rows import Rows
@@ -71,6 +72,7 @@ __all__ = [
     "Dense",
     "Factor",
     "Fold",
+    "Matrices",
     "Needs",
     "Outer",
     "Param",

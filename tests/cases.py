@@ -30,6 +30,7 @@ class Case:
     refused: bool = False  # torch's own vmap(grad(fn)) refuses it
     diverges: bool = False  # samples take different branches: `rules` is what all of them use
     loops: bool = False  # even vmap refuses: a loop over samples, with a warning
+    looks: bool = False  # how its work is divided depends on numbers: compiled calls run it eagerly
     folds: tuple[str, ...] = ()  # the rules without parameters that it runs
     independent: bool = False  # the loss depends on no parameter: zeros, with a warning
 
@@ -76,7 +77,7 @@ def _path(name: str) -> str:
 
 def op(id: str, call: Callable[..., Tensor], rules: Any, x: Any = (3,), **params: Any) -> Case:
     """The loss of `call(x, **params)`; the sample and the parameters given by shape, or by how to make them."""
-    flags = {k: params.pop(k) for k in ("refused", "diverges", "loops", "folds", "independent") if k in params}
+    flags = {k: params.pop(k) for k in ("refused", "diverges", "loops", "looks", "folds", "independent") if k in params}
 
     def build() -> Problem:
         drawn = {name: p() if callable(p) else draw(*p) for name, p in params.items()}
@@ -1489,6 +1490,46 @@ PROGRAMS = (
 )
 
 
+# ---- mixtures of experts -----------------------------------------------------------------------------------
+
+
+def grouped_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    """F.grouped_mm; by its definition where torch refuses: of float64, and of rows that are no multiple of 16 bytes."""
+    try:
+        return F.grouped_mm(x, w, offs=ends)
+    except RuntimeError:
+        which = (torch.arange(len(x), device=x.device)[:, None] >= ends).sum(1)
+        return torch.einsum("ti,tio->to", x, w[which.clamp(max=len(w) - 1)])
+
+
+def routed(x: Tensor, w: Tensor) -> Tensor:
+    """The rows of x, each with one of three matrices by its first number, sorted for it."""
+    which = x.detach()[:, 0].mul(2).round().clamp(-1, 1) + 1
+    ends = (which[:, None] <= torch.arange(3, device=x.device)).sum(0, dtype=torch.int32)
+    return grouped_mm(x[which.argsort()], w, ends)
+
+
+def divided(x: Tensor, w: Tensor, *ends: int) -> Tensor:
+    """The same with one division for all samples."""
+    return grouped_mm(x, w, torch.tensor(ends, dtype=torch.int32, device=x.device))
+
+
+def _experts_and_bmm(x: Tensor, w: Tensor) -> Tensor:
+    return routed(routed(x, w).sin(), w).sin().sum() * x.expand(3, 6, 4).bmm(w)
+
+
+_EXPERTS = constant(3, 4, 8)
+EXPERTS = (
+    op("grouped-mm", routed, "grouped_mm", (6, 4), w=(3, 4, 8), looks=True),
+    op("grouped-mm-turned", lambda x, w: routed(x, w.mT), "grouped_mm", (6, 4), w=(3, 8, 4), looks=True),
+    op("grouped-mm-part", lambda x, w: routed(x, w[1:, 4:].mT), "grouped_mm", (6, 4), w=(4, 8, 4), looks=True),
+    op("grouped-mm-shared", lambda x, w: divided(x, w, 0, 5, 5)[:5], "grouped_mm", (6, 4), w=(3, 4, 4), looks=True),
+    op("grouped-mm-twice", _experts_and_bmm, "grouped_mm grouped_mm bmm", (6, 4), w=(3, 4, 4), looks=True),
+    op("grouped-mm-frozen", lambda x, s: routed(x * s, _EXPERTS(x)), "mul", (6, 4), s=(4,), looks=True),
+    op("histc", lambda x, w: x.detach().histc(4, -1, 1) * w, "mul", (7,), w=(4,), folds=("histc",)),
+)
+
+
 CASES = (
     *LINEAR,
     *MATMUL,
@@ -1505,5 +1546,6 @@ CASES = (
     *LOSSES,
     *TREES,
     *PROGRAMS,
+    *EXPERTS,
 )
 assert len({case.id for case in CASES}) == len(CASES), "two cases share an id"

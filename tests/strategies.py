@@ -360,6 +360,33 @@ def embeddings(draw: Draw, most: int = 1) -> Embedding:
     )
 
 
+class Experts(NamedTuple):
+    n: int
+    sizes: tuple[int, ...]  # how many rows meet each matrix; the rest meets none
+    rest: int
+    inputs: int
+    outputs: int
+    spread: bool  # samples divide their rows in another way each
+    turned: bool
+    scaled: bool  # the rows need a gradient
+    layout: Layout
+
+
+@st.composite
+def experts(draw: Draw) -> Experts:
+    return Experts(
+        draw(SAMPLES),
+        draw(sizes(1, 4, SIZE_OR_NONE_AT_ALL)),
+        draw(SIZE_OR_NONE_AT_ALL),
+        draw(SIZE),
+        draw(SIZE),
+        draw(st.booleans()),
+        draw(st.booleans()),
+        draw(st.booleans()),
+        draw(LAYOUTS),
+    )
+
+
 class Bag(NamedTuple):
     n: int
     rows: int

@@ -14,6 +14,7 @@ from psgrad.extend import Call, Factor, Plan, Rule, register, unregister
 from psgrad.factors.base import NormMemo
 from psgrad.factors.costs import ConvGeometry
 from psgrad.factors.dense import Dense, Product
+from psgrad.factors.matrices import Matrices
 from psgrad.factors.outer import Outer
 from psgrad.factors.patches import Patches
 from psgrad.factors.region import Region
@@ -54,6 +55,7 @@ LEAVES: dict[str, Callable[[], Factor]] = {  # gradients of a 4 x 6 matrix
     "outer": lambda: Outer(torch.randn(N, 3, 6), torch.randn(N, 3, 4)),
     "outer-one": lambda: Outer(torch.randn(N, 6), torch.randn(N, 4)),
     "rows": lambda: Rows(torch.randint(4, (N, 7)), torch.randn(N, 7, 6), 4),
+    "matrices": lambda: Matrices(torch.randint(5, (N, 7)), torch.randn(N, 7, 6), torch.randn(N, 7, 1), 4),
     "patches": lambda: Patches(torch.randn(N, 1, 6, 5), torch.randn(N, 1, 4, 5), POINTWISE, (1,)),
     "own": lambda: Own(torch.randn(N)),
 }

@@ -261,6 +261,7 @@ SPELLINGS: dict[str, Spelling] = {
     "embedding": (lambda f, x, w: f(x.argsort(), w), (3,), {"w": (3, 4)}),
     "embedding_bag": (lambda f, x, w: f(x.argsort(), w), (2, 3), {"w": (3, 4)}),
     "index": (lambda f, x, w: f(w, x.argsort()), (3,), {"w": (3, 4)}),
+    "grouped_mm": (lambda f, x, w: f(x, w, offs=torch.tensor([1, 3], dtype=torch.int32)), (3, 4), {"w": (2, 4, 4)}),
     "add": (_PAIR, (2, 3), {"w": (3,)}),
     "sub": (_PAIR, (2, 3), {"w": (3,)}),
     "mul": (_PAIR, (2, 3), {"w": (3,)}),
@@ -280,11 +281,12 @@ ENTRIES = [(function, rule) for function, rule in RULES.items() if isinstance(ru
 @pytest.mark.parametrize(("function", "rule"), ENTRIES, ids=[f"{r.name}-{_named(f)}" for f, r in ENTRIES])
 def test_every_registered_function_runs_its_rule(function: Callable[..., Any], rule: Rule) -> None:
     call, shape, shapes = SPELLINGS[rule.name]
-    params = {name: draw(*shape).double() for name, shape in shapes.items()}
+    dtype = torch.float32 if rule.name == "grouped_mm" else torch.float64  # torch's own has no float64
+    params = {name: draw(*shape).to(dtype) for name, shape in shapes.items()}
     psgrad.testing.check(
         lambda p, x: loss(call(function, x, **p)),
         params,
-        draw(N, *shape).double(),
+        draw(N, *shape).to(dtype),
         rules={f"params[{name!r}]": [rule.name] for name in params},
     )
 

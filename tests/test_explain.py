@@ -442,10 +442,9 @@ def test_op_whose_shapes_torch_does_not_know(capfd):
     """The note says what torch said; torch's own log of it, a traceback, does not come out."""
 
     def fn(p, x):
-        groups = torch.tensor([2, 4], dtype=torch.int32)
-        return F.grouped_mm(x, p, offs=groups).square().sum()
+        return F.grouped_mm(x, p).square().sum()
 
-    if _knows_shapes(fn, torch.randn(2, 16, 8), torch.randn(4, 16)):
+    if _knows_shapes(fn, torch.randn(2, 16, 8), torch.randn(2, 4, 16)):
         pytest.skip("this torch knows the shapes")
     records, log = [], logging.getLogger("torch._subclasses.fake_tensor")
     listening = logging.Handler()
@@ -453,13 +452,14 @@ def test_op_whose_shapes_torch_does_not_know(capfd):
     log.addHandler(listening)
     before = list(log.filters)
     try:
-        report = psgrad.explain(fn, torch.randn(2, 16, 8), torch.randn(5, 4, 16))
+        report = psgrad.explain(fn, torch.randn(2, 16, 8), torch.randn(5, 2, 4, 16))
     finally:
         log.removeHandler(listening)
-    place = f"test_explain.py:{fn.__code__.co_firstlineno + 2} in {fn.__qualname__}"
+    place = f"test_explain.py:{fn.__code__.co_firstlineno + 1} in {fn.__qualname__}"
     assert report.note.startswith(f"shapes alone were not enough at {place}: Expected inputs of BF16 type but got ")
     assert report.note.endswith("; found out by running the first sample")
-    assert [(row.op, row.how) for row in report.rows] == [("torch._grouped_mm", "vmap: no rule for this function")]
+    declined = "vmap: not the rows of a matrix with one of several matrices each"
+    assert [(row.op, row.how) for row in report.rows] == [("torch._grouped_mm", declined)]
     assert not records
     assert "Traceback" not in capfd.readouterr().err
     assert log.filters == before

@@ -16,6 +16,7 @@ from psgrad.factors import costs as _plan
 from psgrad.factors import numerics
 from psgrad.factors.base import Factor
 from psgrad.factors.dense import Dense, Product
+from psgrad.factors.matrices import Matrices
 from psgrad.factors.outer import Outer
 from psgrad.factors.patches import Patches
 from psgrad.factors.pullback import Pullback
@@ -86,6 +87,8 @@ FACTORS: dict[str, Callable[[int], Factor]] = {
     "outer-heads": lambda n: Outer(_randn(n, 2, 4, 16), _randn(n, 2, 4, 16)),
     "rows": lambda n: Rows(_index(n, 6, 4), _randn(n, 6, 5), 4),
     "rows-one": lambda n: Rows(_index(n, 1, 4), _randn(n, 1, 5), 4),
+    "matrices": lambda n: Matrices(_index(n, 30, 4), _randn(n, 30, 5), _randn(n, 30, 3), 3),
+    "matrices-gram": lambda n: Matrices(_index(n, 9, 4), _randn(n, 9, 32), _randn(n, 9, 24), 3),
     "patches-gram": lambda n: _conv(n, 1, 3),
     "patches-tiles": lambda n: _conv(n, 1, 12),
     "patches-groups-gram": lambda n: _conv(n, 2, 2),

@@ -19,7 +19,7 @@ from psgrad.factors import costs as _plan
 from psgrad.factors import patches as _patches
 
 from . import strategies as some
-from .cases import loss
+from .cases import grouped_mm, loss
 from .strategies import Layout
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
@@ -447,6 +447,27 @@ def test_embedding(config: some.Embedding) -> None:
 @given(config=some.embeddings(most=2))
 def test_index(config: some.Embedding) -> None:
     _check_table(config, "index", -config.rows, lambda index, w: w[index])
+
+
+@given(config=some.experts())
+def test_grouped_mm(config: some.Experts) -> None:
+    """Each sample has as many rows, and divides them by the same sizes, perhaps in an order of its own."""
+    count, rows = len(config.sizes), sum(config.sizes) + config.rest
+    params, rules = {"w": draw(count, config.inputs, config.outputs)}, {"w": "grouped_mm"}
+    if config.turned:
+        params["w"] = params["w"].mT.contiguous()
+    if config.scaled:
+        params, rules = params | {"s": draw(config.inputs)}, {"s": "mul"} | rules
+
+    def fn(params: Params, sample: Tensor) -> Tensor:
+        x = sample * params["s"] if config.scaled else sample
+        sizes = torch.tensor(config.sizes)
+        if config.spread:
+            sizes = sizes[sample.detach().flatten()[:count].argsort() if x.numel() >= count else torch.arange(count)]
+        w = params["w"].mT if config.turned else params["w"]
+        return loss(grouped_mm(x, w, sizes.cumsum(0).int())[: rows - config.rest])
+
+    check(fn, params, draw(config.n, rows, config.inputs), config.layout, rules)
 
 
 @given(config=some.bags())

@@ -34,6 +34,10 @@ from .held import HELD, Holding, OwnParameters, again, recorded
 from .problem import Problem, Sampled, generators, rewind
 from .signals import Diverged, NeedsLoop, SampleWritten, Unrecordable
 
+_EXPERTS = (
+    "  it loops over experts, of which samples choose others: where the model is one of transformers,\n"
+    '  model.set_experts_implementation("grouped_mm") keeps samples together.'
+)
 C = TypeVar("C", bound=Collector)
 Make = Callable[[Problem], C]  # a collector for the samples of a problem
 
@@ -95,10 +99,13 @@ class Group(NamedTuple, Generic[C]):
         return self._replace(places=index if self.places is None else index[self.places.to(index.device)])
 
 
-def collect(problem: Problem, make: Make[C], *, quiet: bool = False, on_copies: bool = False) -> Iterator[Group[C]]:
+def collect(
+    problem: Problem, make: Make[C], *, quiet: bool = False, on_copies: bool = False, is_part: bool = False
+) -> Iterator[Group[C]]:
     """Per-sample gradients, group by group, each in a collector of its own: one group of all where that can be.
 
-    `quiet` keeps fallbacks to itself; `on_copies`: `fn` changes its sample in place, so each attempt gets a copy.
+    `quiet` keeps fallbacks to itself; `on_copies`: `fn` changes its sample in place, so each attempt gets a copy;
+    `is_part`: the samples are a group of others already, and whoever split these counts the groups.
     """
     found = _attempt(problem, make(problem), on_copies)
     if assumptions.are_for_others() and not isinstance(found, Group) and not found.writes:
@@ -117,11 +124,14 @@ def collect(problem: Problem, make: Make[C], *, quiet: bool = False, on_copies: 
         reason = f"psgrad runs fn in a loop over samples: exact, but slow\n  vmap refused at {found.where}: {found.why}"
         yield from _one_by_one(problem, make, None if quiet else reason)
     else:
-        if len(found.groups) > max(8, problem.n // 2) and not quiet:
-            _warn(f"psgrad splits {problem.n} samples into {len(found.groups)} groups, which disagree at {found.where}")
+        count = 0
         for index in found.groups:  # each on its own
-            for group in collect(problem.rows(index), make, quiet=quiet, on_copies=on_copies):
+            for group in collect(problem.rows(index), make, quiet=quiet, on_copies=on_copies, is_part=True):
+                count += 1
                 yield group.among(index)
+        if count > max(8, problem.n // 2) and not quiet and not is_part:
+            what = f"psgrad splits {problem.n} samples into {count} groups, which disagree at {found.where}"
+            _warn(f"{what}\n{_EXPERTS}" if "Experts.forward" in found.where else what)
 
 
 class _Refusal(NamedTuple):

@@ -66,6 +66,11 @@ class BoundRule:
         """How often the constants have been written to."""
         return versions_of(self.constants) if self.constants else []
 
+    def replace(self, constant: Tensor, lowered: Tensor) -> None:
+        """Integers that differ between samples, as the (N, ...) tensor behind them."""
+        self.values = [lowered if v is constant else v for v in self.values]
+        self.constants = [lowered if v is constant else v for v in self.constants]
+
     def refuse_changes(self) -> None:
         raise RuntimeError(f"an operand of {self.rule.name} was changed in place before its backward")
 
@@ -237,7 +242,9 @@ def _run_call(mode: "Mode", rule: Rule, call: Call, func: Any, args: Any, kwargs
         return run_once(mode, func, args, kwargs, params)  # a standardised weight, say
     for constant in bound.constants:
         if levels.is_batched(constant, mode.level):
-            return mode.left_to_vmap(func, args, kwargs, params, "the weight differs between samples")
+            if constant.is_floating_point():
+                return mode.left_to_vmap(func, args, kwargs, params, "the weight differs between samples")
+            bound.replace(constant, mode.lower(constant))
     if not mode.recomputing:
         for param in params:
             param.source.uses += 1

@@ -76,13 +76,13 @@ def along(k: int, t: int) -> Plan:
     return Plan("products", k * t, 0) if k * t <= t + k else Plan("tiles", t + k, TILE)
 
 
-def outer_dots(n: int, t: int, m: int, s: int, o: int, i: int) -> Plan:
-    """How to get N x M inner products of sums of T and of S outer products.
+def outer_dots(n: int, t: int, m: int, s: int, o: int, i: int, count: int = 1) -> Plan:
+    """How to get N x M inner products of sums of T and of S outer products; of `count` matrices a position has one.
 
-    gram   every position with every other: N T M S (I + O) multiply-adds.
-    tiles  the gradients written out, a few rows at a time: (N T + M S + N M) I O.
+    gram   every position with every other of its matrix: N T M S (I + O) multiply-adds, divided by the count.
+    tiles  the gradients written out, a few rows at a time: (N T + M S + count N M) I O.
     """
-    gram, tiles = n * t * m * s * (i + o), (n * t + m * s + n * m) * i * o
+    gram, tiles = n * t * m * s * (i + o) // count, (n * t + m * s + count * n * m) * i * o
     if t * s > 0 and gram <= tiles:
         return Plan("gram", gram, min(n, tile(8 * t * m * s)) * 8 * t * m * s)
     return Plan("tiles", tiles, WORKSPACE)

@@ -12,6 +12,7 @@ from torch import Tensor
 from . import costs
 from .base import Factor
 from .dense import Dense
+from .matrices import Matrices, has_values
 from .numerics import flat, wide, widened
 from .outer import Outer
 from .rows import Rows
@@ -38,6 +39,10 @@ def _dots(a: Factor, b: Factor) -> Tensor:
     if isinstance(a, Rows) and isinstance(b, Rows) and a.shape == b.shape and a.index.shape[1] == b.index.shape[1] == 1:
         products = widened(a.g[:, 0]) @ widened(b.g[:, 0]).mT
         return products.mul_(a.index == b.index.mT)
+    if isinstance(a, Matrices) and isinstance(b, Matrices) and a.shape == b.shape and has_values(a.index):
+        (n, t), (m, s), (count, o, i) = a.index.shape, b.index.shape, a.shape
+        if costs.outer_dots(n, t, m, s, o, i, count).strategy == "gram":
+            return a.dots(b)
     touched = _touched(a, b)
     if touched is not None:
         if len(touched) == 0:

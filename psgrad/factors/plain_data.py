@@ -13,6 +13,7 @@ import optree
 from ..errors import ArgumentError
 from .costs import ConvGeometry
 from .dense import Dense, Product
+from .matrices import Matrices
 from .outer import Outer
 from .patches import Patches
 from .region import Region
@@ -21,7 +22,8 @@ from .sum import Placement, Sum
 
 FORMAT = 1  # raised when files of before can no longer be read
 RECORDS: dict[str, Any] = {
-    kind.__name__: kind for kind in (Sum, Placement, Dense, Product, Outer, Rows, Patches, Region, ConvGeometry)
+    kind.__name__: kind
+    for kind in (Sum, Placement, Dense, Product, Outer, Rows, Matrices, Patches, Region, ConvGeometry)
 }
 
 

@@ -22,7 +22,7 @@ class Call(NamedTuple):
     """
 
     x: Any  # the op's input: a tensor, or a Param used as one
-    params: tuple[Any, ...]  # each a Param, a constant tensor, or None
+    params: tuple[Any, ...]  # each a Param, a constant, integers that may differ between samples (N, ...), or None
     options: Any = None  # what else the rule needs to know; hashable
     before: Callable[..., Tensor] | None = None
     after: Callable[..., Tensor] | None = None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from . import operators
+from . import kernels, operators
 
 ANSWERS: frozenset[Callable[..., Any]] = frozenset(  # a Python value from a tensor
     getattr(torch.Tensor, name) for name in ("__bool__", "__int__", "__float__", "__index__", "item", "tolist")
@@ -21,6 +21,7 @@ _SLICED: frozenset[Any] = frozenset([torch.Tensor.__getitem__, torch.Tensor.__se
 READS: frozenset[Any] = (
     frozenset[Any](getattr(torch.Tensor, name) for name in ("numpy", "__array__", "__complex__", "__dlpack__"))
     | {torch.equal, torch.allclose, torch.Tensor.equal, torch.Tensor.allclose}
+    | frozenset(kernels.GROUPED_MM)  # not by Python, but its rule divides the work by the offsets
     | _MADE_OF
     | _SLICED
 )

@@ -13,6 +13,13 @@ pad_sequence: Any = torch._C._nn.pad_sequence  # what torch.nn.utils.rnn.pad_seq
 pack_padded_sequence: Any = torch._pack_padded_sequence
 pad_packed_sequence: Any = torch._pad_packed_sequence
 
+# torch.nn.functional.grouped_mm, which calls the first of them; a torch may lack either
+GROUPED_MM: tuple[Any, ...] = tuple(
+    function
+    for home, name in ((torch, "_grouped_mm"), (torch.nn.functional, "grouped_mm"))
+    if (function := getattr(home, name, None)) is not None
+)
+
 
 # Looked up when called, as others may put an op of theirs in its place.
 
