@@ -112,7 +112,7 @@ def show_surprises(model: nn.Module, params: Params, batch: Batch) -> None:
         pictures = [picture(batch[0][i, 0]) for i in five]
         for line in zip(*pictures, strict=True):
             print("   " + "   ".join(line).rstrip())
-        labels = [f"a {batch[1][i]}, seen as {predicted[i]}" for i in five]
+        labels = [f"{'an 8' if batch[1][i] == 8 else f'a {batch[1][i]}'}, seen as {predicted[i]}" for i in five]
         print("   " + "   ".join(label.center(16) for label in labels).rstrip())
         print("   " + "   ".join(f"norm {size[i]:.1f}".center(16) for i in five).rstrip() + "\n")
 

@@ -17,6 +17,7 @@ from torch import Tensor
 T = TypeVar("T")
 
 ROWS = 12  # of a table over parameters
+MANY = 100  # numbers; a tree with more is not written out
 ACCENT = "#d9722e"
 BINS = 36
 WIDTH, HEIGHT = 460, 84  # of a histogram's bars
@@ -44,6 +45,20 @@ def safely(show: Callable[[T], str]) -> Callable[[T], str | None]:
             return None
 
     return shown
+
+
+def brief(record: Any) -> str:
+    """A NamedTuple as its repr has it, but for trees of many numbers: of these, how many there are."""
+    fields = ", ".join(f"{name}={_brief_tree(value)}" for name, value in zip(record._fields, record, strict=True))
+    return f"{type(record).__name__}({fields})"
+
+
+def _brief_tree(tree: Any) -> str:
+    tensors = [t for t in optree.tree_leaves(tree) if isinstance(t, Tensor)]
+    numbers = sum(t.numel() for t in tensors)
+    if isinstance(tree, Tensor) or numbers <= MANY:
+        return repr(tree)
+    return f"<{type(tree).__name__} of {len(tensors):,} tensors, {numbers:,} numbers>"
 
 
 def escaped(text: object) -> str:

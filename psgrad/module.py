@@ -100,6 +100,11 @@ def _checked(model: Any, loss: Any) -> tuple[torch.nn.Module, Layers | None]:
         raise ArgumentTypeError(
             f"model is a {type(model).__name__}, not a torch.nn.Module\n  write fn(params, sample) -> loss yourself."
         )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ArgumentTypeError(
+            f"model is a {type(model).__name__} of torch.jit, whose ops nobody sees\n"
+            "  give the module that it was made from."
+        )
     if isinstance(loss, type):
         raise ArgumentTypeError(f"loss is the class {loss.__name__}\n  give an instance: {loss.__name__}().")
     if not callable(loss):

@@ -1,6 +1,8 @@
 """psgrad.compile: the eager answers, from graphs that are never stale; the rules are in them."""
 
+import contextlib
 import functools
+import logging
 import os
 import random
 import subprocess
@@ -1136,6 +1138,36 @@ def test_generators_and_iterators_are_not_recorded() -> None:
         step = compiled_norms(lambda w, x, draw=draw: (w * x).sum() ** 2 * draw())
         assert not torch.allclose(step(w, x), step(w, x))
         assert step.cache_info().hits == 0
+
+
+def test_files_that_loggers_hold_do_not_matter() -> None:
+    """sys.stderr is an iterator over lines; models of transformers reach it by their loggers."""
+    handler = logging.StreamHandler(sys.stderr)
+    w, x = torch.randn(3, dtype=D), torch.randn(N, 3, dtype=D)
+
+    def fn(w: Tensor, x: Tensor) -> Tensor:
+        return (w * x).sum() ** 2 * (1.0 if handler.stream is not None else 2.0)
+
+    @contextlib.contextmanager
+    def nothing() -> Any:
+        yield
+
+    fn = nothing()(fn)  # a decorator of theirs, which holds a generator
+    step = compiled_norms(fn)
+    assert_same(step(w, x), psgrad.per_sample_norms(fn, w, x))
+    assert step.cache_info().hits == 1
+
+
+def test_arguments_that_do_not_fit_are_told_before_anything_is_recorded() -> None:
+    fn, params = psgrad.from_module(net(), F.cross_entropy)
+    with pytest.raises(psgrad.ArgumentTypeError) as error:
+        psgrad.compile(psgrad.clipped_grad, fn, max_grad_norm=1.0)
+    assert str(error.value) == (
+        "clipped_grad got an unexpected keyword argument 'max_grad_norm'\n"
+        "  give options of psgrad.clipped_grad, or backend=."
+    )
+    with pytest.raises(TypeError, match="missing a required argument: 'max_norm'"):
+        psgrad.compile(psgrad.clipped_grad, fn, backend="replay")(params, batch_of(N))
 
 
 @pytest.mark.parametrize("backend", ["replay", "inductor"])

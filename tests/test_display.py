@@ -273,3 +273,15 @@ def test_a_meter_is_filled_by_its_share(share: float, width: str) -> None:
 def test_what_cannot_be_shown_leaves_it_to_the_text() -> None:
     broken = psgrad.ClippedGrad(None, None, None, 0, 1.0)  # type: ignore[arg-type]
     assert broken._repr_html_() is None
+
+
+def test_text_forms_do_not_write_large_trees_out() -> None:
+    fn, params = psgrad.from_module(nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 2)), F.cross_entropy)
+    batch = torch.randn(4, 20), torch.zeros(4, dtype=torch.long)
+    step = psgrad.clipped_grad(fn, params, batch, 1.0)
+    assert repr(step).startswith("ClippedGrad(grad=<dict of 4 tensors, 692 numbers>, norms=tensor([")
+    assert repr(step).endswith("count=4, sensitivity=1.0)")
+    stats = psgrad.grad_stats(fn, params, batch)
+    assert repr(stats).startswith("GradStats(mean=<dict of 4 tensors, 692 numbers>, variance=<dict of")
+    small = psgrad.clipped_grad(lambda w, x: (w * x).sum(), torch.zeros(2), torch.ones(1, 2), 2.0)
+    assert repr(small).startswith("ClippedGrad(grad=tensor([1., 1.]), norms=tensor([1.4142])")

@@ -1,6 +1,7 @@
 """What psgrad raises on purpose: whole messages, with the path, the op, the place and the remedy."""
 
 import contextlib
+import dataclasses
 import re
 import warnings
 from typing import NamedTuple
@@ -124,7 +125,8 @@ def test_fn_that_returns_a_tuple_without_has_aux():
 def test_fn_that_returns_a_vector():
     message = (
         "fn must return one number per sample, but its loss has shape (3,)\n"
-        "  reduce it, for example with .mean() or .sum(); fn sees one sample, without the batch axis."
+        "  reduce it, for example with .mean() or .sum(); fn sees one sample, without the batch axis.\n"
+        "  For every output by itself there are per_sample_jacobians and ntk."
     )
     with raises(ArgumentError, message):
         call(lambda p, x: F.linear(x, p["w"]))
@@ -133,7 +135,8 @@ def test_fn_that_returns_a_vector():
 def test_fn_that_returns_no_elements():
     message = (
         "fn must return one number per sample, but its loss has shape (0,)\n"
-        "  reduce it, for example with .mean() or .sum(); fn sees one sample, without the batch axis."
+        "  reduce it, for example with .mean() or .sum(); fn sees one sample, without the batch axis.\n"
+        "  For every output by itself there are per_sample_jacobians and ntk."
     )
     with raises(ArgumentError, message):
         call(lambda p, x: F.linear(x, p["w"])[:0])
@@ -189,7 +192,8 @@ def test_fn_is_checked_whatever_way_it_runs(way):
 
     message = (
         "fn must return one number per sample, but its loss has shape (3,)\n"
-        "  reduce it, for example with .mean() or .sum(); fn sees one sample, without the batch axis."
+        "  reduce it, for example with .mean() or .sum(); fn sees one sample, without the batch axis.\n"
+        "  For every output by itself there are per_sample_jacobians and ntk."
     )
     with raises(ArgumentError, message):
         call(
@@ -369,10 +373,11 @@ def test_max_bytes_that_no_sample_fits():
 
 
 def test_out_of_another_structure():
-    message = "out has another structure than params\n  params: PyTreeSpec({'w': *})\n  out: PyTreeSpec({'v': *})"
+    remedy = "  give a tensor (N, *shape) for every parameter."
+    message = f"out has another structure than params: it lacks out['w'], it has out['v']\n{remedy}"
     with raises(ArgumentError, message):
         call(out={"v": torch.ones(5, 3, 4)})
-    message = "out has another structure than params\n  params: PyTreeSpec({'w': *})\n  out: PyTreeSpec(*)"
+    message = f"out has another structure than params: it lacks out['w'], it has out\n{remedy}"
     with raises(ArgumentError, message):
         call(out=torch.ones(5, 3, 4))
 
@@ -591,7 +596,8 @@ def test_explain_checks_its_arguments():
         psgrad.explain(linear, params(), batch(), in_dims=None)
     message = (
         "fn must return one number per sample, but its loss has shape (3,)\n"
-        "  reduce it, for example with .mean() or .sum(); fn sees one sample, without the batch axis."
+        "  reduce it, for example with .mean() or .sum(); fn sees one sample, without the batch axis.\n"
+        "  For every output by itself there are per_sample_jacobians and ntk."
     )
     with raises(ArgumentError, message):
         psgrad.explain(lambda p, x: F.linear(x, p["w"]), params(), batch())
@@ -620,3 +626,71 @@ def test_errors_of_torch_come_out_as_they_are():
         call(lambda p, t: F.embedding(t, p["w"]).sum(), batch=torch.tensor([3, 4]))
     with pytest.raises(TypeError, match="linear"):
         call(lambda p, x: F.linear(x, p["w"], wrong=1).sum())
+
+
+def test_errors_of_torch_say_what_fn_was_given():
+    """fn is at fault: a note has the dtypes and shapes of the one sample that it saw."""
+    given = (torch.ones(5, 7), torch.ones(5, 2, dtype=torch.int64))
+    with pytest.raises(RuntimeError, match="cannot be multiplied") as error:
+        call(lambda p, s: F.linear(s[0], p["w"]).sum(), batch=given)
+    note = "psgrad called fn with one sample, detached: batch[0] torch.float32 (7,), batch[1] torch.int64 (2,)"
+    assert error.value.__notes__ == [note]
+    with pytest.raises(ArgumentError, match="one number per sample") as error:
+        call(lambda p, x: x)
+    assert not hasattr(error.value, "__notes__")  # our own say it all
+
+
+def test_batches_that_are_not_tensors_yet():
+    data = torch.utils.data.TensorDataset(torch.ones(5, 4))
+    for given in (data, torch.utils.data.DataLoader(data)):
+        message = (
+            f"batch is a {type(given).__name__}, not a tensor\n"
+            "  give one of the batches that a DataLoader makes of it, and call once for each."
+        )
+        with raises(ArgumentTypeError, message):
+            call(batch=given)
+    message = (
+        "batch[0][1] has shape (), which has no axis 0\n"
+        "  the sample axis is in_dims (0 unless given); in_dims=None shares a leaf between all samples.\n"
+        "  is the batch a list of samples? stack them: default_collate(batch)."
+    )
+    with raises(ArgumentError, message):
+        call(batch=[(torch.ones(4), torch.tensor(i)) for i in range(5)])
+
+
+def test_params_that_are_not_tensors_yet():
+    @dataclasses.dataclass
+    class Weights:
+        w: torch.Tensor
+
+    message = "params is a Weights, not a tensor\n  give its tensors in a dict, a list, a tuple or a NamedTuple."
+    with raises(ArgumentTypeError, message):
+        call(params=Weights(torch.ones(3, 4)))
+    with raises(ArgumentTypeError, "params['w'] is a ndarray, not a tensor\n  make it one with torch.as_tensor."):
+        call(params={"w": torch.ones(3, 4).numpy()})
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_scripted_modules_are_refused():
+    message = (
+        "model is a RecursiveScriptModule of torch.jit, whose ops nobody sees\n  give the module that it was made from."
+    )
+    with raises(ArgumentTypeError, message):
+        psgrad.from_module(torch.jit.script(nn.Linear(3, 2)), F.cross_entropy)
+
+
+def test_trees_of_another_structure_are_told_by_their_leaves():
+    model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(4)])
+    fn, own = psgrad.from_module(model, F.cross_entropy)
+    given = torch.ones(2, 3), torch.zeros(2, dtype=torch.int64)
+    message = (
+        "direction has another structure than params: it lacks direction['0.bias'], direction['0.weight'], "
+        "direction['1.bias'] and 5 more, it has direction[0], direction[1]\n"
+        "  give a tensor for every parameter, such as what weighted_grad returns."
+    )
+    with raises(ArgumentError, message):
+        psgrad.per_sample_dots(fn, own, given, [torch.ones(3), torch.ones(3)])
+    with pytest.raises(ArgumentError, match=r"other has .*\n  give a FactoredGrads, or a tensor for every parameter"):
+        psgrad.factored_grads(fn, own, given).dots(given)
+    with pytest.raises(ArgumentError, match=r"normalize has .*\n  give moments for every parameter: .*exp_avg_sq"):
+        psgrad.projected_grads(fn, own, given, 4, normalize=torch.optim.Adam(model.parameters()).state_dict())

@@ -69,7 +69,7 @@ def test_a_clipped_sum_checks_its_bounds() -> None:
         "max_norm does not fit params\n"
         "  max_norm: PyTreeSpec({'first': *, 'middle': *})\n"
         "  params: PyTreeSpec({'first': {'b': *, 'w': *}, 'last': {'w': *}})\n"
-        "  give one number, or a pytree prefix of params."
+        "  give one number, or a pytree prefix of params; where these have names, a dict from names."
     )
     with pytest.raises(psgrad.ArgumentError) as error:
         fg.clipped_sum({"first": 1.0, "last": -1.0})

@@ -205,3 +205,21 @@ def test_a_module_of_psgrads_own() -> None:
     want = vmap(jacrev(lambda p, x: functional_call(model, p, (x,))), in_dims=(None, 0))(params, batch[0])
     assert_close(psgrad.per_sample_jacobians(fn, params, batch), want)
     assert F.mse_loss(want["2.bias"], torch.eye(3).double().expand(6, 3, 3)) < 1e-20
+
+
+def test_outputs_with_derivatives_that_torch_has_only_in_grad_mode() -> None:
+    """The derivative of silu by the points has no forward mode where gradients are off: fn runs as it will later."""
+    net = nn.Sequential(nn.Linear(2, 4), nn.SiLU(), nn.Linear(4, 1)).double()
+    params = {name: p.detach() for name, p in net.named_parameters()}
+
+    def fn(p: Any, x: Tensor) -> Tensor:
+        u = lambda x: functional_call(net, p, (x,))[0]
+        return torch.stack([u(x), torch.func.hessian(u)(x).trace()])
+
+    x = torch.rand(3, 2, dtype=torch.float64)
+    with torch.no_grad():
+        kernel = psgrad.ntk(fn, params, x)
+    jacobians = [jacrev(fn)(params, row) for row in x]
+    rows = torch.stack([torch.cat([j[name].flatten(1) for name in params], 1) for j in jacobians])
+    assert_close(kernel, torch.einsum("nkp,mlp->nmkl", rows, rows))
+    assert kernel.requires_grad is False

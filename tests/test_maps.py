@@ -420,3 +420,16 @@ def test_what_is_refused(name: str) -> None:
     with pytest.raises(kind) as error:
         call()
     assert str(error.value) == message
+
+
+def test_factors_of_k_fac_are_no_pair_of_sides() -> None:
+    """They come as (input, output), and for a square matrix the wrong order would fit."""
+    fn, params = psgrad.from_module(nn.Sequential(nn.Linear(3, 3)), nn.functional.cross_entropy)
+    batch = torch.randn(5, 3), torch.zeros(5, dtype=torch.int64)
+    found = psgrad.kron_factors(fn, params, batch)
+    with pytest.raises(psgrad.ArgumentTypeError) as error:
+        psgrad.factored_grads(fn, params, batch).precondition(found)
+    assert str(error.value) == (
+        "maps['0.weight'] is a KronFactors, whose fields need not be in the order of the sides\n"
+        "  give a plain pair, of its inverses say: (inverse(k.output), inverse(k.input))."
+    )

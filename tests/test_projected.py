@@ -381,7 +381,11 @@ def test_tied_and_shared_weights_have_every_part() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "dim": ({"dim": 0}, psgrad.ArgumentError, "dim=0 is not a positive int\n  give one, or None for no bound."),
+    "dim": (
+        {"dim": 0},
+        psgrad.ArgumentError,
+        "dim=0 is not a positive int\n  say how many numbers each sample is to get.",
+    ),
     "seed": (
         {"seed": -1},
         psgrad.ArgumentError,

@@ -1093,12 +1093,14 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
     "valid-shape": (
         lambda w, x: psgrad.per_sample_norms(linear_loss, w, x, valid=torch.ones(4, dtype=torch.bool)),
         psgrad.ArgumentError,
-        "valid is torch.bool, (4,), not a tensor of booleans of shape (5,)\n  give one per sample.",
+        "valid is torch.bool, (4,), not a tensor of booleans of shape (5,)\n"
+        "  give one per sample, True where it counts.",
     ),
     "valid-dtype": (
         lambda w, x: psgrad.gram(linear_loss, w, x, valid=torch.ones(5)),
         psgrad.ArgumentError,
-        "valid is torch.float32, (5,), not a tensor of booleans of shape (5,)\n  give one per sample.",
+        "valid is torch.float32, (5,), not a tensor of booleans of shape (5,)\n"
+        "  give one per sample, True where it counts.",
     ),
     "other-params": (
         lambda w, x: psgrad.factored_grads(linear_loss, w, x).dots(psgrad.factored_grads(linear_loss, w[:2], x)),
@@ -1204,7 +1206,7 @@ def test_a_bound_that_does_not_fit_params() -> None:
         "max_norm does not fit params\n"
         "  max_norm: PyTreeSpec({'first': *, 'middle': *})\n"
         "  params: PyTreeSpec({'first': {'b': *, 'w': *}, 'last': {'w': *}})\n"
-        "  give one number, or a pytree prefix of params."
+        "  give one number, or a pytree prefix of params; where these have names, a dict from names."
     )
     with pytest.raises(psgrad.ArgumentError, match=r"^max_norm\['last'\]=0.0 is not positive"):
         psgrad.clipped_grad(fn, params, batch, {"first": 1.0, "last": 0.0})

@@ -136,6 +136,12 @@ def compile(
     if hasattr(fn, "psgrad_layers"):
         raise ArgumentError("fn is of a model under fully_shard, which cannot be compiled\n  call the quantity itself.")
     _refuse_options(options)
+    try:
+        inspect.signature(quantity).bind_partial(fn, None, None, **options)
+    except TypeError as error:
+        raise ArgumentTypeError(
+            f"{quantity.__name__} {error}\n  give options of psgrad.{quantity.__name__}, or backend=."
+        ) from None
     if backend == "inductor" and (why := graphs.missing_compiler()) is not None:
         raise ArgumentError(f'backend="inductor" compiles C++, but {why}\n  install one, or say backend="replay".')
     return Compiled(quantity, fn, backend, options)
@@ -376,6 +382,7 @@ class Compiled:
 
     def _record(self, entry: _Entry, call: _Call) -> None:
         """Another graph for an entry, good for calls like this one; or a warning that says why there is none."""
+        inspect.signature(self.quantity).bind(self.fn, call.params, call.batch, **call.options)  # or Python's TypeError
         try:
             made = record(self.quantity, self.fn, tuple(call), self.backend)
         except Unrecordable as refusal:

@@ -4,8 +4,10 @@ A graph is good only as long as these are what they were when it was recorded. T
 for a graph reads them anew; that another tensor, number, flag or function stands where one was is noticed here.
 """
 
+import contextlib
 import dis
 import functools
+import io
 import random
 import sys
 import types
@@ -202,7 +204,11 @@ class Surroundings:
             self._look_at_namespace(each, depth)
 
     def _look_at_object(self, value: Any, depth: int) -> None:
-        if isinstance(value, (random.Random, Iterator)) or _is_numpys_generator(value):
+        if isinstance(value, io.IOBase):  # such as sys.stderr, which loggers hold: an Iterator over lines
+            return
+        if isinstance(value, _MANAGER):  # as a decorator it makes another for every call
+            self._look_at_all((value.func, value.args, value.kwds), depth)  # type: ignore[attr-defined]
+        elif isinstance(value, (random.Random, Iterator)) or _is_numpys_generator(value):
             self.refusal = f"fn reads a {type(value).__name__}, which gives something else every time"
         elif _contents_of(value) is not _NOTHING:
             self.frozen.append((value, _contents_of(value)))
@@ -218,6 +224,7 @@ class Surroundings:
 
 
 _NOTHING: Any = object()
+_MANAGER = type(contextlib.contextmanager(lambda: iter(()))())  # what a function under contextmanager gives
 _METHODS = (types.FunctionType, staticmethod, classmethod, property)
 
 

@@ -252,7 +252,7 @@ def no_outcome(problem: Problem) -> Outcome:
     if not problem.has_aux:
         return Outcome(problem.params[0].new_empty(0), [], None)
     sample = [t.new_zeros(t.shape[1:]) if b else t for t, b in zip(problem.batch, problem.batched, strict=True)]
-    with torch.no_grad(), generators_kept(problem):
+    with torch.enable_grad(), generators_kept(problem):
         out = problem.call([p.clone() for p in problem.params], sample)
     return Outcome(out.loss.new_empty(0), [a.new_empty(0, *a.shape) for a in out.aux], out.aux_spec)
 
@@ -268,6 +268,10 @@ def _one_by_one(problem: Problem, make: Make[C], warning: str | None) -> Iterato
             held, (loss, aux, spec) = _called(one, params, following)
         except CompilerLoaded:
             held, (loss, aux, spec) = _called(one, params, following)
+        except Exception as error:
+            if not isinstance(error, PsgradError):
+                error.add_note(f"psgrad called fn with one sample, detached: {one.sample_in_words()}")
+            raise
         for name, p in zip(problem.names, copies, strict=True) if any(versions_of(copies)) else ():
             if version_of(p):
                 raise UnsupportedOpError(

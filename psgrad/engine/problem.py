@@ -78,6 +78,11 @@ class Problem(NamedTuple):
         """The batch leaves of sample i, without the sample axis."""
         return [t[i] if b else t for t, b in zip(self.batch, self.batched, strict=True)]
 
+    def sample_in_words(self) -> str:
+        """What `fn` is given, for people: batch[0] torch.float32 (3, 8, 8), batch[1] torch.int64 ()."""
+        leaves = zip(paths(self.batch_spec, "batch"), self.batch, self.batched, strict=True)
+        return _some([f"{path} {_in_words(t[0] if sampled else t)}" for path, t, sampled in leaves])
+
     def call(self, params: Sequence[Tensor], sample: Sequence[Any], mode: Any = None) -> Sampled:
         """`fn` once, on flat leaves, under `mode` where one is given; its output checked."""
         held, one = self.params_spec.unflatten(params), self.batch_spec.unflatten(sample)
@@ -117,7 +122,8 @@ def _scalar(loss: Any, has_aux: bool) -> Tensor:
     if loss.numel() != 1:
         raise ArgumentError(
             f"fn must return one number per sample, but its loss has shape {tuple(loss.shape)}\n"
-            "  reduce it, for example with .mean() or .sum(); fn sees one sample, without the batch axis."
+            "  reduce it, for example with .mean() or .sum(); fn sees one sample, without the batch axis.\n"
+            "  For every output by itself there are per_sample_jacobians and ntk."
         )
     if not loss.is_floating_point():
         raise ArgumentTypeError(
@@ -140,6 +146,22 @@ def _aux_leaf(leaf: Any, i: int, spec: optree.PyTreeSpec) -> Tensor:
 def paths(spec: optree.PyTreeSpec, root: str) -> list[str]:
     """How to write each leaf of a tree called `root`: params['tok']['weight']."""
     return [accessor.codify(root) for accessor in spec.accessors()]
+
+
+def differences(given: optree.PyTreeSpec, wanted: optree.PyTreeSpec, root: str) -> str:
+    """Which leaves a tree called `root` lacks, and which it has too many."""
+    own, others = paths(given, root), paths(wanted, root)
+    lacking, extra = [p for p in others if p not in own], [p for p in own if p not in others]
+    said = [f"{verb} {_some(leaves)}" for verb, leaves in (("it lacks", lacking), ("it has", extra)) if leaves]
+    return ", ".join(said) or f"{given} is not {wanted}"
+
+
+def _in_words(leaf: Any) -> str:
+    return f"{leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"is {kind_of(leaf)}"
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def generators(params: Sequence[Tensor]) -> dict[torch.device, Tensor]:

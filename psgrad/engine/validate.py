@@ -8,6 +8,7 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from ..errors import ArgumentError, ArgumentTypeError
 from ..torch_ import levels
@@ -69,10 +70,10 @@ def validated(
     )
 
 
-def check_positive(name: str, value: object) -> None:
+def check_positive(name: str, value: object, remedy: str = "give one, or None for no bound.") -> None:
     """An option that is a positive int or None."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ArgumentError(f"{name}={value!r} is not a positive int\n  give one, or None for no bound.")
+        raise ArgumentError(f"{name}={value!r} is not a positive int\n  {remedy}")
 
 
 _is_inference: Callable[[Tensor], bool] = Tensor.is_inference
@@ -105,6 +106,10 @@ def flat_params(params: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
             remedy = "params holds just what is differentiated: let fn close over the rest."
             if isinstance(leaf, (torch.nn.Module, Iterator)):  # such as model.parameters()
                 remedy = "give dict(model.named_parameters()), or what from_module returns."
+            elif hasattr(leaf, "__array__"):
+                remedy = "make it one with torch.as_tensor."
+            elif hasattr(leaf, "__dict__"):  # an object of the user's, a dataclass perhaps
+                remedy = "give its tensors in a dict, a list, a tuple or a NamedTuple."
             raise ArgumentTypeError(f"{paths(spec, 'params')[i]} is {kind_of(leaf)}, not a tensor\n  {remedy}")
         if _is_dtensor(leaf):
             raise ArgumentTypeError(
@@ -173,14 +178,19 @@ def _flat_batch(
         if not isinstance(dim, int) or isinstance(dim, bool):
             raise ArgumentTypeError(f"in_dims for {name} is {kind_of(dim)}\n  give an int, or None for a shared leaf.")
         if not isinstance(leaf, Tensor):
-            raise ArgumentTypeError(
-                f"{name} is {kind_of(leaf)}, not a tensor\n"
-                "  make it a tensor with one row per sample, or give it in_dims=None: the same for all samples."
-            )
+            remedy = "make it a tensor with one row per sample, or give it in_dims=None: the same for all samples."
+            if isinstance(leaf, (DataLoader, Dataset, Iterator)):
+                remedy = "give one of the batches that a DataLoader makes of it, and call once for each."
+            raise ArgumentTypeError(f"{name} is {kind_of(leaf)}, not a tensor\n  {remedy}")
         if not -leaf.dim() <= dim < leaf.dim():
             raise ArgumentError(
                 f"{name} has shape {tuple(leaf.shape)}, which has no axis {dim}\n"
                 "  the sample axis is in_dims (0 unless given); in_dims=None shares a leaf between all samples."
+                + (
+                    "\n  is the batch a list of samples? stack them: default_collate(batch)."
+                    if type(batch) is list
+                    else ""
+                )
             )
         lengths[i] = leaf.shape[dim]
         moved.append(own(leaf) if dim == 0 else own(leaf).movedim(dim, 0))

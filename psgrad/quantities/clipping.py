@@ -53,6 +53,9 @@ class ClippedGrad(NamedTuple, Generic[P, Norms]):
     count: int  # type: ignore[assignment]  # tuples have a method of that name, which nobody calls here
     sensitivity: float
 
+    def __repr__(self) -> str:
+        return display.brief(self)
+
     @display.safely
     def _repr_html_(self) -> str:
         """Norms with the bound, and where the sum comes from."""
@@ -206,7 +209,7 @@ def _groups(max_norm: Any, spec: optree.PyTreeSpec, params: Any, count: int) -> 
     except (ValueError, TypeError):
         raise ArgumentError(
             f"max_norm does not fit params\n  max_norm: {spec}\n  params: {optree.tree_structure(params)}\n"
-            "  give one number, or a pytree prefix of params."
+            "  give one number, or a pytree prefix of params; where these have names, a dict from names."
         ) from None
 
 

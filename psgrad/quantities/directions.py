@@ -7,7 +7,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ..engine.problem import kind_of, paths
+from ..engine.problem import differences, kind_of, paths
 from ..errors import ArgumentError, ArgumentTypeError
 from ..factors.numerics import cast, wide
 from ..factors.sum import Sum
@@ -38,14 +38,17 @@ class Directions(NamedTuple):
         return self._replace(leaves=[torch.empty_like(t) for t in self.leaves])
 
 
-def directions_of(given: Any, spec: optree.PyTreeSpec, params: Sequence[Any], name: str = "direction") -> Directions:
+def directions_of(
+    given: Any,
+    spec: optree.PyTreeSpec,
+    params: Sequence[Any],
+    name: str = "direction",
+    remedy: str = "give a tensor for every parameter, such as what weighted_grad returns.",
+) -> Directions:
     """A tree like params, of whose leaves shape, dtype and device are read, checked: (*shape), or all (K, *shape)."""
     leaves, own = optree.tree_flatten(given)
     if own != spec:
-        raise ArgumentError(
-            f"{name} has another structure than params\n  params: {spec}\n  {name}: {own}\n"
-            "  give a tensor for every parameter, such as what weighted_grad returns."
-        )
+        raise ArgumentError(f"{name} has another structure than params: {differences(own, spec, name)}\n  {remedy}")
     found: list[Tensor] = []
     counts: dict[str, int | None] = {}
     for path, p, t in zip(paths(spec, name), params, leaves, strict=True):

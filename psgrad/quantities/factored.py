@@ -273,7 +273,8 @@ class FactoredGrads(Generic[P]):
             other = self
         if isinstance(other, FactoredGrads):
             return self._dots_with(other, per_param)
-        given = directions_of(other, self._spec, self._metas, "other")
+        remedy = "give a FactoredGrads, or a tensor for every parameter, such as what mean() returns."
+        given = directions_of(other, self._spec, self._metas, "other", remedy)
         lead, count = (self._n, given.width), range(len(self._metas))
 
         def along(i: int, block: Block) -> Tensor | None:

@@ -12,7 +12,7 @@ from ..composable import composed
 from ..engine.batched import Outcome
 from ..engine.collectors import DenseCollector
 from ..engine.ladder import differentiating, join, no_outcome
-from ..engine.problem import Problem, paths
+from ..engine.problem import Problem, differences, paths
 from ..engine.trees import flatten
 from ..engine.validate import is_nested, validated
 from ..errors import ArgumentError, ArgumentTypeError
@@ -250,7 +250,10 @@ def _buffers(out: Any, problem: Problem) -> list[Tensor]:
     """`out` checked, as contiguous tensors to write into."""
     leaves, spec = flatten(out)
     if spec != problem.params_spec:
-        raise ArgumentError(f"out has another structure than params\n  params: {problem.params_spec}\n  out: {spec}")
+        raise ArgumentError(
+            f"out has another structure than params: {differences(spec, problem.params_spec, 'out')}\n"
+            "  give a tensor (N, *shape) for every parameter."
+        )
     buffers = []
     for name, p, t in zip(problem.names, problem.params, leaves, strict=True):
         path, want = name.replace("params", "out", 1), (problem.n, *p.shape)

@@ -75,7 +75,10 @@ def _outputs(
         sample = plain.rows(slice(0, 1)).copied().sample(0)
     else:
         sample = [t.new_zeros(t.shape[1:]) if b else t for t, b in zip(plain.batch, plain.batched, strict=True)]
-    with torch.no_grad(), generators_kept(plain):
+    with (
+        torch.enable_grad(),
+        generators_kept(plain),
+    ):  # as when it is differentiated: silu has another derivative without
         tree = optree.tree_unflatten(plain.params_spec, [p.clone() for p in plain.params])
         out = fn(tree, optree.tree_unflatten(plain.batch_spec, sample))
     if not isinstance(out, Tensor) or not out.is_floating_point():

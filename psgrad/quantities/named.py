@@ -51,6 +51,11 @@ def maps_of(given: Any, spec: optree.PyTreeSpec, metas: Sequence[Any], argument:
             raise ArgumentTypeError(
                 f"{where} is {kind_of(pair)}, not two matrices\n  give one for the rows and one for the columns."
             )
+        if hasattr(pair, "_fields"):  # KronFactors(input, output), whose sides of a square matrix would fit as well
+            raise ArgumentTypeError(
+                f"{where} is {kind_of(pair)}, whose fields need not be in the order of the sides\n"
+                "  give a plain pair, of its inverses say: (inverse(k.output), inverse(k.input))."
+            )
         if not meta.shape:
             raise ArgumentError(f"{where} is for a single number, which is no matrix\n  leave it out.")
         sizes = meta.shape[0], prod(meta.shape[1:])

@@ -159,7 +159,7 @@ def projected_grads(
 def _check(dim: Any, seed: Any, kind: Any, projector: Any, eps: Any) -> None:
     if dim is None:
         raise ArgumentTypeError("dim is nothing (None)\n  say how many numbers each sample is to get.")
-    check_positive("dim", dim)
+    check_positive("dim", dim, "say how many numbers each sample is to get.")
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 64:
         raise ArgumentError(f"seed={seed!r} is not an int from 0 to 2^64 - 1\n  give one: it says which projection.")
     if kind not in ("sketch", "two_sided"):
@@ -176,7 +176,13 @@ def _check(dim: Any, seed: Any, kind: Any, projector: Any, eps: Any) -> None:
 
 
 def _moments(normalize: Any, problem: Problem) -> Directions:
-    found = directions_of(normalize, problem.params_spec, problem.params, "normalize")
+    found = directions_of(
+        normalize,
+        problem.params_spec,
+        problem.params,
+        "normalize",
+        "give moments for every parameter: {name: optimizer.state[p]['exp_avg_sq'] for name, p in named_parameters()}.",
+    )
     if not found.single:
         raise ArgumentError(
             "normalize has a leading axis that params do not have\n  give one number for every number of params."

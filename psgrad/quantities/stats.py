@@ -60,6 +60,9 @@ class GradStats(NamedTuple, Generic[P]):
     sq_mean: Tensor
     noise_scale: Tensor
 
+    def __repr__(self) -> str:
+        return display.brief(self)
+
     @display.safely
     def _repr_html_(self) -> str:
         """How much of the gradients is noise, and in which parameters."""

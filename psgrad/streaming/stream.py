@@ -115,7 +115,8 @@ def counted(problem: Problem, valid: Any) -> Counted:
     if not isinstance(valid, Tensor) or valid.dtype != torch.bool or tuple(valid.shape) != (problem.n,):
         what = f"{valid.dtype}, {tuple(valid.shape)}" if isinstance(valid, Tensor) else f"a {type(valid).__name__}"
         raise ArgumentError(
-            f"valid is {what}, not a tensor of booleans of shape ({problem.n},)\n  give one per sample."
+            f"valid is {what}, not a tensor of booleans of shape ({problem.n},)\n"
+            "  give one per sample, True where it counts."
         )
     if tracing.is_recorded() or levels.hides_values(valid):
         if assumptions.are_noted():
