@@ -207,7 +207,7 @@ class Surroundings:
         if isinstance(value, io.IOBase):  # such as sys.stderr, which loggers hold: an Iterator over lines
             return
         if isinstance(value, _MANAGER):  # as a decorator it makes another for every call
-            self._look_at_all((value.func, value.args, value.kwds), depth)  # type: ignore[attr-defined]
+            self._look_at_all((value.func, value.args, value.kwds), depth)
         elif isinstance(value, (random.Random, Iterator)) or _is_numpys_generator(value):
             self.refusal = f"fn reads a {type(value).__name__}, which gives something else every time"
         elif _contents_of(value) is not _NOTHING:
