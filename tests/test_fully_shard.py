@@ -250,6 +250,11 @@ def _traffic(rank: int, size: int) -> Any:
         with Traffic() as traffic:
             call()
         found[name] = traffic.bytes
+    with torch.no_grad():
+        model(own[0])
+    with Traffic() as traffic:
+        psgrad.clipped_grad(fn, params, own, 0.5, group=dist.group.WORLD)
+    found["after an evaluation"] = traffic.bytes
     alive: list[int] = []
     layers = fn.psgrad_layers  # type: ignore[attr-defined]
 
@@ -274,6 +279,7 @@ def test_no_more_is_gathered_than_by_an_ordinary_step() -> None:
         assert ordinary["gathered"] == clipped["gathered"] == norms["gathered"] > found["all"]
         assert clipped["scattered"] <= ordinary["scattered"] + 1000
         assert norms["scattered"] == 0
+        assert found["after an evaluation"] == clipped
         assert clipped["reduced"] + norms["reduced"] < 40_000  # what ranks have to know of each other
         *during, after = found["alive"]
         assert after == 0
@@ -616,17 +622,21 @@ def _odd_failures(rank: int, size: int) -> Any:
             raise RuntimeError("no way on")
 
     model, (fn, params) = nn.Module(), (None, None)
-    for name, options in {"first": {}, "little": {"max_bytes": 20_000}, "talks": {}, "twice": {}}.items():
+    little: dict[str, Any] = {"max_bytes": 20_000}
+    for name, options in {"first": {}, "little": little, "weights": little, "talks": {}, "twice": {}}.items():
         if name in ("first", "little"):
             model = sharded("", (2,))[0]
             fn, params = psgrad.from_module(model, tokens_loss)
         if name == "twice":
             model.kind = "twice" if rank == 1 else ""  # type: ignore[assignment]
-        else:
+        elif name != "weights":
             handle = model.blocks[1].up.register_forward_hook(failing)  # type: ignore[union-attr, index]
         start = time.monotonic()
         try:
-            if name == "talks":
+            if name == "weights":  # by a function of the norms on one rank, which takes passes of its own
+                weights: Any = torch.ones(12) if rank else torch.ones_like
+                psgrad.weighted_grad(fn, params, own, weights, group=group, **options)
+            elif name == "talks":
                 psgrad.weighted_grad(fn, params, own, asks_all, group=group, **options)
             else:
                 psgrad.clipped_grad(fn, params, own, 0.5, group=group, **options)
@@ -649,7 +659,8 @@ def test_one_rank_fails_where_nobody_expects_it() -> None:
         for name, (said, took, after, ordinary) in one.items():
             failed = "RuntimeError: no way on" if rank else "RemoteError: rank 1: RuntimeError: no way on"
             wrong = "UnsupportedOpError: the ranks of the group ran the layers of the model in different orders"
-            assert said == (wrong if name == "twice" else failed)
+            differ = "ArgumentError: the ranks of the group do not make the same call"
+            assert said == {"twice": wrong, "weights": differ}.get(name, failed)
             assert took < 5
             assert_close(after, alone, 2e-6)
             assert ordinary == found[0][name][3]

@@ -39,9 +39,9 @@ def agreed(function: C, like_params: str = "") -> C:
             other: Any = given[like_params] if like_params else None
             if any(map(is_dtensor, [*ranks.leaves, *optree.tree_leaves(other)])):
                 layers = getattr(given["fn"], "psgrad_layers", None)
-                given["params"], whole = _whole(
-                    ranks, layers, kwargs.get("max_bytes") is not None, (like_params, other)
-                )
+                # what decides which passes a model under fully_shard runs has to be the same on all ranks
+                ranks.expect(given=[name for name in ("weights", "max_bytes") if _matters(given, name)])
+                given["params"], whole = _whole(ranks, layers, (like_params, other))
                 if other is not None:
                     given[like_params] = whole
             return function(*given.args, group=ranks, **given.kwargs)
@@ -66,16 +66,23 @@ class _Given:
             self.kwargs[name] = value
 
 
-def _whole(ranks: Ranks, layers: Any, is_bounded: bool, other: tuple[str, Any]) -> tuple[Any, Any]:
+def _matters(given: _Given, name: str) -> bool:
+    """Whether an argument is one by which a call takes other passes: a function of the norms, a bound on memory."""
+    value = given[name] if name in given.places else None
+    return callable(value) if name == "weights" else value is not None
+
+
+def _whole(ranks: Ranks, layers: Any, other: tuple[str, Any]) -> tuple[Any, Any]:
     """The parameters and a tree like them without pieces: whole at once, but for the parameters of a model under
     fully_shard, which are whole while a layer is gathered."""
     if layers is None:
         return ranks.gathered(other)
     params: Any = optree.tree_unflatten(ranks.spec, ranks.leaves)
     layers.check(params, ranks.group)
-    pieces = ranks.in_pieces(other, is_prepared=layers.is_prepared, orders=layers.orders(), is_bounded=is_bounded)
+    pieces = ranks.in_pieces(other, is_prepared=layers.is_prepared, orders=layers.orders())
     with ranks.in_touch():
         layers.prepare()
+        layers.units.reset()  # an evaluation before this may have left units gathered
         whole = made_whole(other[1], pieces)
     ranks.lockstep = Lockstep(ranks, layers)
     return layers.whole(params), whole
