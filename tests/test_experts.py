@@ -195,6 +195,17 @@ def test_offsets_that_divide_nothing_are_torchs_affair() -> None:
     torch.testing.assert_close(found, psgrad.testing.loop_grads(fn, w, x))
 
 
+def test_a_table_of_integers_that_differs_between_samples_is_no_offset() -> None:
+    """Only a rule that says so gets integers of all samples at once."""
+
+    def fn(w: Tensor, sample: tuple[Tensor, Tensor]) -> Tensor:
+        table, index = sample
+        return (F.embedding(index, table) * w).sin().sum()
+
+    w, table, index = torch.randn(2), torch.randint(9, (5, 4, 2)), torch.randint(4, (5, 3))
+    psgrad.testing.check(fn, w, (table, index), rules={"params": ["mul"]})
+
+
 def test_compiled_calls_run_eagerly_and_say_so() -> None:
     params, batch = _experts(5)
     step = psgrad.compile(psgrad.per_sample_norms, experts_loss)

@@ -242,7 +242,7 @@ def _run_call(mode: "Mode", rule: Rule, call: Call, func: Any, args: Any, kwargs
         return run_once(mode, func, args, kwargs, params)  # a standardised weight, say
     for constant in bound.constants:
         if levels.is_batched(constant, mode.level):
-            if constant.is_floating_point():
+            if not rule.takes_integers or constant.is_floating_point():
                 return mode.left_to_vmap(func, args, kwargs, params, "the weight differs between samples")
             bound.replace(constant, mode.lower(constant))
     if not mode.recomputing:

@@ -22,7 +22,7 @@ class Call(NamedTuple):
     """
 
     x: Any  # the op's input: a tensor, or a Param used as one
-    params: tuple[Any, ...]  # each a Param, a constant, integers that may differ between samples (N, ...), or None
+    params: tuple[Any, ...]  # each a Param, a constant tensor, or None
     options: Any = None  # what else the rule needs to know; hashable
     before: Callable[..., Tensor] | None = None
     after: Callable[..., Tensor] | None = None
@@ -77,6 +77,7 @@ class Rule:
     keeps_input: bool = True  # False: the backward reads only the shape of x
     saves: int = 0  # how many tensors forward returns for the backward
     only_params: bool = False  # plain vmap is as good where no operand is a parameter
+    takes_integers: bool = False  # integers among the parameters may differ between samples: forward gets (N, ...)
     autocast: str = "keep"  # the dtype under autocast: "lower", "float32", their " off the CPU", or the operands'
     factors: tuple[str, ...] = ()  # the factor types it yields, for the table in docs/supported.md
 

@@ -85,6 +85,7 @@ RULES = (
         forward,
         backward,
         saves=1,
+        takes_integers=True,
         factors=("Matrices",),
     ),
     BatchFold("histc", (torch.histc, torch.Tensor.histc), bind_histc, histograms),
