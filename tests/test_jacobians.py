@@ -1,6 +1,7 @@
 """Functions with several outputs: Jacobians and neural tangent kernels, beside the loop and beside jacrev."""
 
 from typing import Any
+from unittest import mock
 
 import optree
 import pytest
@@ -10,6 +11,13 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vmap
 
 import psgrad
+from psgrad.factors import costs
+from psgrad.factors.dense import Dense
+from psgrad.factors.outer import Outer
+from psgrad.factors.outputs import add_products, mirrored
+from psgrad.factors.rows import Rows
+from psgrad.factors.sum import Placement, sum_of
+from psgrad.quantities import jacobians
 from psgrad.streaming.budget import Meter
 
 from .cases import CASES, Case, N
@@ -70,12 +78,164 @@ def test_as_jacrev_has_them(make: Any) -> None:
     outputs = fn(params, batch[0]).dim()
     rows = torch.cat([want[name].flatten(1, outputs).flatten(2) for name in params], 2)
     full = torch.einsum("nkp,mlp->nmkl", rows, rows)
-    for options in ({}, {"chunk_size": 2}, {"max_bytes": 200_000}):
+    assert_close(psgrad.ntk(fn, params, batch, max_bytes=200_000), full)
+    for options in ({}, {"chunk_size": 2}):
         assert_close(psgrad.ntk(fn, params, batch, **options), full)
         assert_close(psgrad.ntk(fn, params, batch, batch[1:4], **options), full[:, 1:4])
         trace = torch.einsum("nmkk->nm", full)
         assert_close(psgrad.ntk(fn, params, batch, outputs="trace", **options), trace)
         assert_close(psgrad.ntk(fn, params, batch, batch[1:4], outputs="trace", **options), trace[:, 1:4])
+
+
+def counting(fn: Any) -> tuple[Any, list[int]]:
+    """`fn`, and a list that grows whenever it runs."""
+    calls: list[int] = []
+
+    def counted(params: Any, sample: Any) -> Tensor:
+        calls.append(1)
+        return fn(params, sample)  # type: ignore[no-any-return]
+
+    return counted, calls
+
+
+def test_fn_runs_once_for_all_outputs() -> None:
+    fn, calls = counting(lambda w, x: torch.tanh(w @ x))
+    w, x = torch.randn(3, 4).double(), torch.randn(5, 4).double()
+    for quantity in (psgrad.per_sample_jacobians, psgrad.ntk, lambda *a: psgrad.ntk(*a, outputs="trace")):
+        calls.clear()
+        quantity(fn, w, x)
+        assert len(calls) == 2  # and once for the shape of what it returns
+    calls.clear()
+    psgrad.ntk(fn, w, x, chunk_size=2)  # chunks 0, 1, 2 as rows, and 1, 2, 2 as columns
+    assert len(calls) == 1 + 6
+
+
+class Doubled(torch.autograd.Function):
+    """Twice its input, by a backward that is right only once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.factor = 2
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+        factor, ctx.factor = ctx.factor, 0
+        return factor * g
+
+
+def test_a_backward_of_somebody_elses_runs_once_for_each_forward() -> None:
+    fn, calls = counting(lambda w, x: Doubled.apply(torch.tanh(w @ x)))
+    w, x = torch.randn(3, 4).double(), torch.randn(5, 4).double()
+    want = 2 * psgrad.per_sample_jacobians(lambda w, x: torch.tanh(w @ x), w, x)
+    with pytest.warns(psgrad.FallbackWarning):
+        assert_close(psgrad.per_sample_jacobians(fn, w, x), want)
+    assert len(calls) > 3
+    rows = want.flatten(2)
+    with pytest.warns(psgrad.FallbackWarning):
+        assert_close(psgrad.ntk(fn, w, x), torch.einsum("nkp,mlp->nmkl", rows, rows))
+
+
+def branching(w: Any, x: Tensor) -> Tensor:
+    """Two ways for samples to go; one uses a parameter that the other does not."""
+    if x.sum() > 0:
+        return torch.tanh(w["a"] @ x)
+    return torch.sin(w["a"] @ (w["b"] * x))
+
+
+def test_samples_that_part_ways_run_once_in_each_group() -> None:
+    w = {"a": torch.randn(3, 4).double(), "b": torch.randn(4).double()}
+    x = torch.randn(6, 4).double()
+    x[::2] = x[::2].abs()
+    x[1::2] = -x[1::2].abs()
+    fn, calls = counting(branching)
+    each = [psgrad.testing.loop_grads(lambda p, s, k=k: branching(p, s)[k], w, x) for k in range(3)]
+    want = optree.tree_map(lambda *rows: torch.stack(rows, 1), *each)
+    rows = torch.cat([t.flatten(2) for t in optree.tree_leaves(want)], 2)
+    assert_close(psgrad.per_sample_jacobians(fn, w, x), want)
+    assert len(calls) == 1 + 1 + 2
+    kernel = torch.einsum("nkp,mlp->nmkl", rows, rows)
+    assert_close(psgrad.ntk(fn, w, x), kernel)
+    assert_close(psgrad.ntk(fn, w, x, x[1:3], chunk_size=4), kernel[:, 1:3])
+    assert_close(psgrad.ntk(fn, w, x, outputs="trace"), torch.einsum("nmkk->nm", kernel))
+
+
+def test_few_outputs_are_held_where_there_is_little_memory() -> None:
+    """All samples at once, some of eight outputs at a time, and the same kernel."""
+    fn = lambda w, x: torch.tanh(w["b"] @ torch.tanh(w["a"] @ x))
+    w = {"a": torch.randn(40, 6).double(), "b": torch.randn(8, 40).double()}
+    x = torch.randn(7, 6).double()
+    want = psgrad.ntk(fn, w, x)
+    with mock.patch.object(jacobians, "_Kernel", side_effect=jacobians._Kernel) as kernel:
+        assert_close(psgrad.ntk(fn, w, x, max_bytes=40_000), want)
+    step, width = kernel.call_args.args[2:4]
+    assert step == 7
+    assert 1 < width < 8
+    with mock.patch.object(jacobians, "_steps", return_value=(4, 3)):
+        assert_close(psgrad.ntk(fn, w, x), want)
+        assert_close(psgrad.ntk(fn, w, x, x[:3]), want[:, :3])
+
+
+@pytest.mark.parametrize("room", [1 << 24, 1])
+def test_factors_of_outputs_meet_in_every_way(room: int) -> None:
+    """Each output's factors stacked, or by themselves; positions met, or gradients written out."""
+    n, m, k, t = 3, 4, 2, 3
+
+    def outer(count: int, positions: int, i: int = 4, o: int = 5, shared: bool = True) -> list[Any]:
+        x = [torch.randn(count, positions, i).double() for _ in range(k)]
+        return [Outer(x[0] if shared else own, torch.randn(count, positions, o).double()) for own in x]
+
+    def rows(count: int) -> list[Any]:
+        index = torch.randint(5, (count, t))
+        return [Rows(index, torch.randn(count, t, 4).double(), 5) for _ in range(k)]
+
+    def dense(count: int) -> list[Any]:
+        return [Dense(torch.randn(count, 5, 4).double()) for _ in range(k)]
+
+    makers = [
+        lambda c: outer(c, 1),
+        lambda c: outer(c, t),
+        lambda c: outer(c, 40),
+        lambda c: outer(c, t, shared=False),
+        rows,
+        dense,
+    ]
+    with mock.patch.object(costs, "WORKSPACE", room), mock.patch.object(costs, "TILE", room):
+        for left in makers:
+            for right in makers:
+                a, b = ([sum_of([Placement(None, f)], torch.Size((5, 4))) for f in own] for own in (left(n), right(m)))
+                for other in (a, b, [None, b[1]]):
+                    dense_a, dense_b = (
+                        torch.stack([torch.zeros_like(own[1].dense()) if f is None else f.dense() for f in own], 1)
+                        for own in (a, other)
+                    )
+                    want = dense_a.flatten(2).flatten(0, 1) @ dense_b.flatten(2).flatten(0, 1).mT
+                    total = torch.zeros_like(want)
+                    add_products(total, a, other)
+                    if other is a:
+                        mirrored(total)
+                    torch.testing.assert_close(total, want)
+
+
+def test_the_matrix_of_a_kernel_is_no_copy() -> None:
+    w, x = torch.randn(3, 4), torch.randn(5, 4)
+    kernel = psgrad.ntk(lambda w, x: torch.tanh(w @ x), w, x, x[:2])
+    matrix = kernel.permute(0, 2, 1, 3).reshape(15, 6)
+    assert matrix.data_ptr() == kernel.data_ptr()
+    assert torch.equal(matrix[3 * 4 + 2, 3 * 1 + 1], kernel[4, 1, 2, 1])
+
+
+def test_outputs_of_another_shape_are_refused() -> None:
+    def fn(w: Tensor, x: Tensor) -> Tensor:
+        return w @ x if x[0] > 0 else (w @ x)[:2]
+
+    x = torch.tensor([[1.0, 2.0], [-1.0, 2.0]])
+    with pytest.raises(psgrad.ArgumentError) as error:
+        psgrad.ntk(fn, torch.randn(3, 2), x)
+    assert str(error.value) == (
+        "fn returns outputs of shape (3,) for the first sample, of shape (2,) for another\n"
+        "  return as many for every sample."
+    )
 
 
 def test_one_number_is_an_output() -> None:

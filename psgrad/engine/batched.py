@@ -5,6 +5,7 @@ own.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from ..torch_.functions import opened
 from ..torch_.storage import expanded, is_view, storage_of, versions_of
 from ..torch_.watching import WATCHING
 from .checkpoint import Following
-from .collectors import Collector
+from .collectors import Collector, Relay
 from .mode import Mode, RunOptions
 from .problem import Problem, Sampled, rewind
 from .rule_call import UseRecord
@@ -41,15 +42,23 @@ class Outcome(NamedTuple):
 
 
 def run_together(
-    problem: Problem, collector: Collector, log: list[UseRecord] | None = None, *, on_copies: bool = False
-) -> Outcome:
-    """All samples at once; `on_copies`: `fn` changes its sample in place, so each attempt gets a copy."""
+    problem: Problem,
+    collector: Any,
+    log: list[UseRecord] | None = None,
+    *,
+    on_copies: bool = False,
+    run: Callable[..., Any] | None = None,
+) -> Any:
+    """All samples at once; `on_copies`: `fn` changes its sample in place, so each attempt gets a copy.
+
+    `run`: what to do in place of a forward and a backward, `run_pass`, whose outcome this gives.
+    """
     options = RunOptions(save_memory=True) if problem.save_memory else _USUAL
     logged = 0 if log is None else len(log)
     while True:
         given = problem.copied() if on_copies else problem
         try:
-            return run_pass(given, collector, options, log)
+            return (run or run_pass)(given, collector, options, log)
         except Rerun as rerun:
             options = options._replace(**{rerun.option: True})  # each is asked for once
         except CompilerLoaded:
@@ -76,7 +85,22 @@ _USUAL = RunOptions()
 
 def _attempt(problem: Problem, collector: Collector, options: RunOptions, log: list[UseRecord] | None) -> Outcome:
     """One forward and one backward."""
-    n, callers, mode = problem.n, problem.callers, Mode(problem, collector, options, log)
+    mode = Mode(problem, collector, options, log)
+    losses, aux, aux_spec = _run_forward(problem, mode)
+    if losses.requires_grad and _backward(losses, mode, problem.seed):
+        problem.reached.append(True)
+    values = losses.detach()
+    if losses.is_leaf or is_view(losses):  # memory that may be another's
+        values = values.clone()
+    if aux:
+        aux = _owned(aux, [values, *problem.params, *problem.batch])
+    looped = tuple([f"{op} {why}" for op, why in mode.looped.items()]) if mode.looped else ()
+    return Outcome(values, aux, aux_spec, looped)
+
+
+def _run_forward(problem: Problem, mode: Mode) -> Sampled:
+    """`fn` of all samples at once, with a sample axis in front of what it gives."""
+    n, callers = problem.n, problem.callers
     before = versions_of(callers)
     roots = list(map(_contiguous, problem.params))
     try:
@@ -100,15 +124,7 @@ def _attempt(problem: Problem, collector: Collector, options: RunOptions, log: l
     mode.draws.check()
     if mode.view_copies:
         refuse_lost_writes(mode)
-    if losses.requires_grad and _backward(losses, mode, problem.seed):
-        problem.reached.append(True)
-    values = losses.detach()
-    if losses.is_leaf or is_view(losses):  # memory that may be another's
-        values = values.clone()
-    if aux:
-        aux = _owned(aux, [values, *problem.params, *problem.batch])
-    looped = tuple([f"{op} {why}" for op, why in mode.looped.items()]) if mode.looped else ()
-    return Outcome(values, aux, out.aux_spec, looped)
+    return Sampled(losses, aux, out.aux_spec)
 
 
 def _forward(problem: Problem, mode: Mode, params: list[Tensor]) -> Sampled:
@@ -152,13 +168,15 @@ def _owned(results: list[Tensor], others: list[Any]) -> list[Tensor]:
     return owned
 
 
-def _backward(losses: Tensor, mode: Mode, seed: Tensor | None) -> bool:
+def _backward(losses: Tensor, mode: Mode, seed: Tensor | None, keep_graph: bool = False) -> bool:
     """Gradients of the losses to the collector; those of functions of parameters pulled back to the parameters.
+
+    `keep_graph`: another backward follows, and the seed says which output this one is of.
 
     Returns whether a parameter has one.
     """
     collector, leaves = mode.collector, list(map(_leaf_of, mode.sources))
-    if seed is not None:
+    if seed is not None and not keep_graph:
         short = losses.dtype.itemsize < 4 or collector.weighs_factors  # the seed's range, or float16's
         if short or mode.calls_functions or mode.has_hooks:  # whose backward may not be linear
             collector.weights, seed = seed, None
@@ -166,9 +184,9 @@ def _backward(losses: Tensor, mode: Mode, seed: Tensor | None) -> bool:
     inputs: list[Any] = [*leaves, *mode.deferred.edges]
     if mode.calls_functions:  # Python runs in the backward, perhaps a model whose parameters are its own again
         with _Unchanged(mode.own_parameters):
-            found = seen_grad(losses, inputs, seed, allow_unused=True)
+            found = seen_grad(losses, inputs, seed, allow_unused=True, retain_graph=keep_graph)
     else:
-        found = autograd.gradients(losses, inputs, seed)
+        found = autograd.gradients(losses, inputs, seed, keep_graph)
     grads, cotangents = found[: len(leaves)], found[len(leaves) :]
     mode.deferred.backward(cotangents)
     restrided: list[Any] | None = None
@@ -187,6 +205,46 @@ def _backward(losses: Tensor, mode: Mode, seed: Tensor | None) -> bool:
         if g is not None:
             return True
     return any(source.uses for source in mode.sources)
+
+
+# ---- several outputs: one forward, a backward for each ---------------------------------------------------
+
+
+class KeptForward:
+    """A forward of all samples, kept for the backward of each output."""
+
+    def __init__(self, mode: Mode, relay: Relay, outputs: Tensor) -> None:
+        self.mode, self.relay, self.outputs = mode, relay, outputs
+        self.looped = tuple(f"{op} {why}" for op, why in mode.looped.items())
+
+    @property
+    def can_repeat(self) -> bool:
+        """Whether every backward finds the graph as the first did: where Python runs in it, nobody knows."""
+        return not (self.mode.calls_functions or self.mode.has_hooks)
+
+    def backward(self, k: int, collector: Collector) -> Outcome:
+        """The gradients of output k, of all samples."""
+        problem, outputs = self.mode.problem, self.outputs
+        self.relay.to = collector
+        if outputs.requires_grad:
+            seed = torch.zeros_like(outputs)
+            seed[:, k] = 1
+            with WATCHING, eagerly() if is_loaded() else nullcontext():
+                if _backward(outputs, self.mode, seed, keep_graph=True):
+                    problem.reached.append(True)
+        return Outcome(outputs.detach()[:, k].clone(), [], None, self.looped)
+
+
+def keep_forward(problem: Problem, *, on_copies: bool = False) -> KeptForward:
+    """`fn`, which returns a row of outputs, of all samples at once."""
+    kept: KeptForward = run_together(problem, Relay(problem.params, problem.n), on_copies=on_copies, run=_forward_pass)
+    return kept
+
+
+def _forward_pass(problem: Problem, relay: Relay, options: RunOptions, log: list[UseRecord] | None) -> KeptForward:
+    with WATCHING, eagerly() if is_loaded() else nullcontext():
+        mode = Mode(problem, relay, options, log)
+        return KeptForward(mode, relay, _run_forward(problem, mode).loss)
 
 
 seen_grad = opened(torch.autograd.grad)  # modes are not asked, and so are on while the backward runs

@@ -50,6 +50,24 @@ class Collector:
         raise NotImplementedError
 
 
+class Relay(Collector):
+    """Hands everything on to another collector, which may change from one backward of a graph to the next."""
+
+    to: Collector
+
+    def has(self, source: Source) -> bool:
+        return self.to.has(source)
+
+    def add(self, param: Param, factor: Factor, use: object = None) -> None:
+        self.to.add(param, factor, use)
+
+    def add_dense(self, source: Source, grads: Tensor) -> None:
+        self.to.add_dense(source, grads)
+
+    def pull(self, derived: Sequence[Source], roots: Sequence[Source]) -> None:
+        self.to.pull(derived, roots)
+
+
 class DenseCollector(Collector):
     """Per-sample gradients (N, *shape) of every parameter, written as factors arrive."""
 

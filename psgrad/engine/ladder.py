@@ -9,6 +9,7 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -27,7 +28,7 @@ from ..errors import (
 from ..factors import assumptions, warm_memory
 from ..torch_.compiler import CompilerLoaded, eagerly, is_loaded
 from ..torch_.storage import version_of, versions_of
-from .batched import Outcome, run_together, seen_grad
+from .batched import KeptForward, Outcome, keep_forward, run_together, seen_grad
 from .checkpoint import Following
 from .collectors import Collector, SumCollector
 from .held import HELD, Holding, OwnParameters, again, recorded
@@ -39,6 +40,7 @@ _EXPERTS = (
     '  model.set_experts_implementation("grouped_mm") keeps samples together.'
 )
 C = TypeVar("C", bound=Collector)
+R = TypeVar("R")
 Make = Callable[[Problem], C]  # a collector for the samples of a problem
 
 
@@ -107,17 +109,15 @@ def collect(
     `quiet` keeps fallbacks to itself; `on_copies`: `fn` changes its sample in place, so each attempt gets a copy;
     `is_part`: the samples are a group of others already, and whoever split these counts the groups.
     """
-    found = _attempt(problem, make(problem), on_copies)
-    if assumptions.are_for_others() and not isinstance(found, Group) and not found.writes:
+    collector = make(problem)
+    found: Outcome | _Refusal = _attempt(problem, partial(run_together, problem, collector, on_copies=on_copies))
+    if assumptions.are_for_others() and isinstance(found, _Refusal) and not found.writes:
         what = "samples part ways" if found.groups else f"samples run one by one ({found.why})"
         raise Unrecordable(f"{what} at {found.where}")
-    if isinstance(found, Group):
-        if found.outcome.looped and not quiet:
-            _warn(
-                "psgrad runs a part of fn in a loop over samples: exact, slower there\n  "
-                + "\n  ".join(found.outcome.looped)
-            )
-        yield found
+    if isinstance(found, Outcome):
+        if found.looped and not quiet:
+            _warn_of_loops(found.looped)
+        yield Group(None, collector, found)
     elif found.writes:
         yield from collect(problem, make, quiet=quiet, on_copies=True)
     elif not found.groups:
@@ -129,9 +129,8 @@ def collect(
             for group in collect(problem.rows(index), make, quiet=quiet, on_copies=on_copies, is_part=True):
                 count += 1
                 yield group.among(index)
-        if count > max(8, problem.n // 2) and not quiet and not is_part:
-            what = f"psgrad splits {problem.n} samples into {count} groups, which disagree at {found.where}"
-            _warn(f"{what}\n{_EXPERTS}" if "Experts.forward" in found.where else what)
+        if not quiet and not is_part:
+            found.warn_of_groups(problem.n, count)
 
 
 class _Refusal(NamedTuple):
@@ -142,13 +141,20 @@ class _Refusal(NamedTuple):
     why: str = ""
     writes: bool = False
 
+    def warn_of_groups(self, n: int, count: int) -> None:
+        """Where n samples have become many groups."""
+        if count > max(8, n // 2):
+            what = f"psgrad splits {n} samples into {count} groups, which disagree at {self.where}"
+            _warn(f"{what}\n{_EXPERTS}" if "Experts.forward" in self.where else what)
 
-def _attempt(problem: Problem, collector: C, on_copies: bool) -> Group[C] | _Refusal:
+
+def _attempt(problem: Problem, run: Callable[[], R]) -> R | _Refusal:
+    """What `run` gives for all samples at once, or why it cannot."""
     try:
         if problem.randomness == "different":
-            return Group(None, collector, run_together(problem, collector, on_copies=on_copies))
+            return run()
         with _drawing_of(problem):
-            return Group(None, collector, run_together(problem, collector, on_copies=on_copies))
+            return run()
     except Diverged as diverged:
         found = _Refusal(diverged.groups, place_of(diverged))
     except SampleWritten:
@@ -166,8 +172,66 @@ def _attempt(problem: Problem, collector: C, on_copies: bool) -> Group[C] | _Ref
     return found
 
 
+def _warn_of_loops(looped: Sequence[str]) -> None:
+    _warn("psgrad runs a part of fn in a loop over samples: exact, slower there\n  " + "\n  ".join(looped))
+
+
 def _warn(message: str) -> None:
     warnings.warn(message, FallbackWarning, stacklevel=callers_level())
+
+
+# ---- several outputs -------------------------------------------------------------------------------------
+
+
+class KeptForwards:
+    """The forwards of all samples of a problem, a group of them each, kept for the backward of each output."""
+
+    def __init__(self, parts: "Sequence[tuple[Tensor | None, Problem, KeptForward]]") -> None:
+        self.parts = parts  # the places of a group's samples (None: all), the problem of these alone, their forward
+
+    def backward(self, k: int, make: Make[C]) -> list[Group[C]] | None:
+        """The gradients of output k; None where they cannot be had this way."""
+        groups = []
+        for places, problem, forward in self.parts:
+            collector = make(problem)
+            outcome = _attempt(problem._replace(randomness="different"), lambda: forward.backward(k, collector))  # noqa: B023
+            if isinstance(outcome, _Refusal):
+                return None
+            groups.append(Group(places, collector, outcome))
+        return groups
+
+
+def keep_forwards(problem: Problem, times: int, *, quiet: bool = False) -> KeptForwards | None:
+    """`fn`, which returns a row of outputs, once for all samples; None where the graph is not to be had, or does not
+    serve so many `times`: then it has to run for each output anew."""
+    parts = _kept(problem, times, quiet)
+    return None if parts is None else KeptForwards(parts)
+
+
+def _kept(
+    problem: Problem, times: int, quiet: bool, on_copies: bool = False, is_part: bool = False
+) -> "Sequence[tuple[Tensor | None, Problem, KeptForward]] | None":
+    found = _attempt(problem, lambda: keep_forward(problem, on_copies=on_copies))
+    if isinstance(found, KeptForward):
+        if not found.can_repeat and times > 1:
+            return None
+        if found.looped and not quiet:
+            _warn_of_loops(found.looped)
+        return [(None, problem, found)]
+    if found.writes:
+        return _kept(problem, times, quiet, True)
+    if not found.groups:
+        return None
+    parts = []
+    for index in found.groups:
+        own = _kept(problem.rows(index), times, quiet, on_copies, True)
+        if own is None:
+            return None
+        for places, some, forward in own:
+            parts.append((index if places is None else index[places.to(index.device)], some, forward))
+    if not quiet and not is_part:
+        found.warn_of_groups(problem.n, len(parts))
+    return parts
 
 
 # ---- where vmap cannot ----------------------------------------------------------------------------------

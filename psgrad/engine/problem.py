@@ -16,7 +16,7 @@ Index = slice | Tensor
 
 
 class Sampled(NamedTuple):
-    """What `fn` gave for one sample, or under vmap for each: the loss, and aux as flat tensors."""
+    """What `fn` gave for one sample, or under vmap for each: the loss, or a row of outputs, and aux as flat tensors."""
 
     loss: Tensor
     aux: list[Tensor]
@@ -40,6 +40,7 @@ class Problem(NamedTuple):
     save_memory: bool = False  # memory counts before time
     lasting: bool = False  # factors outlive the call, whatever happens to the parameters
     seed: Tensor | None = None  # (N,): what each loss counts in the backward; None: 1
+    several: bool = False  # `fn` returns a row of numbers to differentiate, not a loss
     reached: list[bool] = []  # its own list for every call, which all parts share: some parameter had a gradient
 
     def copied(self) -> "Problem":
@@ -99,7 +100,7 @@ class Problem(NamedTuple):
                     "  return the two as a tuple, or drop has_aux."
                 )
             out, aux = out
-        loss = _scalar(out, self.has_aux)
+        loss = out if self.several else _scalar(out, self.has_aux)
         if not self.has_aux:
             return Sampled(loss, [], None)
         leaves, spec = optree.tree_flatten(aux)

@@ -231,6 +231,12 @@ class Factor:
         """The same, with gradients that are still to be pulled back written out."""
         return self
 
+    # ---- of several outputs ----------------------------------------------------------------------------------
+
+    def jacobians(self, others: "Sequence[Factor]") -> Tensor:
+        """Its gradients and those of other outputs of the same samples, at the same call: (N, K, *shape)."""
+        return torch.stack([self.dense(), *(f.dense() for f in others)], 1)
+
     # ---- for inner products ----------------------------------------------------------------------------------
 
     def summands(self) -> "tuple[Factor, ...]":

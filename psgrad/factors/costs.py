@@ -7,6 +7,7 @@ WORKSPACE = 16 << 20  # bytes: what a strategy may hold at once; malloc keeps bl
 
 SMALL = 1 << 16  # bytes of an input: with less, a call's own overhead is what counts
 SMALL_HELD = 1 << 18  # bytes of all factors: with less, it does not matter which of them goes first
+ELEMENT = 16  # multiply-adds of a matrix product that take as long as one of a product element by element
 SMALL_TOTAL = 1 << 22  # bytes of cotangents that may be held for that
 
 

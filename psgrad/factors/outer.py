@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..torch_ import tracing
+from ..torch_.storage import are_one_memory
 from . import assumptions, costs, huge_pages
 from .base import Factor, Kron, NormMemo
 from .maps import Side, applied, gram_of
@@ -191,6 +192,15 @@ class Outer(Factor):
 
     def transposed(self) -> "Outer | None":
         return Outer(self.g, self.x)
+
+    def jacobians(self, others: Sequence[Factor]) -> Tensor:
+        """Of one input: a product with the cotangents of all outputs side by side."""
+        alike = [self, *(f for f in others if isinstance(f, Outer))]
+        one = len(alike) > len(others) and self.x.dim() < 4 and are_one_memory([f.x for f in alike])
+        if not one:
+            return super().jacobians(others)
+        grads = Outer(self.x, torch.cat([f.g for f in alike], -1)).dense()
+        return grads.view(len(grads), len(alike), *self.shape)
 
     def cut_grain(self) -> int:
         return 1

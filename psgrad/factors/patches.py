@@ -7,6 +7,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ..torch_.storage import are_one_memory
 from . import conv_costs, costs, huge_pages
 from .base import Factor, Kron
 from .maps import Side, applied, gram_of
@@ -203,6 +204,14 @@ class Patches(Factor):
         """More images in each sample."""
         alike = [self, *(f for f in others if isinstance(f, Patches))]
         return replace(self, x=torch.cat([f.x for f in alike], 1), g=torch.cat([f.g for f in alike], 1))
+
+    def jacobians(self, others: Sequence[Factor]) -> Tensor:
+        """Of one input: patches are laid out once, for the cotangents of all outputs side by side."""
+        alike = [self, *(f for f in others if isinstance(f, Patches) and f.geometry == self.geometry)]
+        if len(alike) <= len(others) or self.geometry.groups > 1 or not are_one_memory([f.x for f in alike]):
+            return super().jacobians(others)
+        grads = replace(self, g=torch.cat([f.g for f in alike], 2)).dense()
+        return grads.view(len(grads), len(alike), *self.shape)
 
     def cut_grain(self) -> int:
         return self.shape[0] // self.geometry.groups if self.geometry.groups > 1 else 1

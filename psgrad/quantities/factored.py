@@ -341,6 +341,11 @@ class FactoredGrads(Generic[P]):
         return self._mapped(maps_of(maps, self._spec, self._metas, "maps"))
 
     @in_full_precision
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "FactoredGrads[P]":
+        """The same with every tensor of every factor changed."""
+        blocks = tuple(block.each(change) for block in self._blocks)
+        return FactoredGrads(blocks, self._metas, self._spec, self._n, self.values, self.aux)
+
     def _mapped(self, maps: Maps) -> "FactoredGrads[P]":
         metas = list(self._metas)
         for i, sides in maps.items():
@@ -738,5 +743,4 @@ def _owned(fg: FactoredGrads, problem: Problem) -> FactoredGrads:
         # a single row has no stride that would tell
         return t.clone() if len(t) == 1 or storage_of(t) in theirs else t
 
-    blocks = [block.each(owned) for block in fg._blocks]
-    return FactoredGrads(tuple(blocks), fg._metas, fg._spec, fg._n, fg.values, fg.aux)
+    return fg._each(owned)

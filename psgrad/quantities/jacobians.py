@@ -1,9 +1,8 @@
-"""per_sample_jacobians and ntk: functions with several outputs, one output at a time."""
+"""per_sample_jacobians and ntk: functions with several outputs. One forward, and a backward for each output."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import optree
 import torch
@@ -11,87 +10,31 @@ from torch import Tensor
 
 from ..annotations import Group, P, Randomness
 from ..engine.batched import Outcome
-from ..engine.ladder import collect, differentiating, generators_kept
-from ..engine.problem import Problem, generators, kind_of, rewind
-from ..engine.validate import validated
-from ..errors import ArgumentError, ArgumentTypeError
+from ..engine.collectors import DenseCollector
+from ..engine.ladder import collect, differentiating, join, no_outcome
+from ..engine.problem import Problem, generators, rewind
+from ..errors import ArgumentError
+from ..factors import warm_memory
+from ..factors.outputs import add_products, mirrored
 from ..processes.agreed import agreed
 from ..processes.parcels import Matrix
+from ..streaming.budget import TooLittle, peak_bytes
 from ..streaming.progress import Bar
 from ..streaming.stream import (
-    Counted,
     Quantity,
     Run,
     check_step,
     chunks,
-    counted,
     dtype_of,
-    fold,
     plan,
     refuse_inside_transforms,
 )
+from ..torch_.autograd import in_full_precision
 from ..torch_.compiler import uncompiled
+from ..torch_.storage import storage_of
 from .across import Rows, products_of_all, refuse_max_bytes
-from .factored import FactoredGrads, factored, factored_chunk
-from .grads import Grads
-
-
-def _output(fn: Callable[..., Any], params: Any, sample: Any) -> Tensor:
-    """One number of what `fn` returns; which, is the same for all samples, and comes with each."""
-    own, which = sample
-    out: Tensor = fn(params, own)
-    return out.reshape(-1).index_select(0, which)
-
-
-class Outputs(NamedTuple):
-    """A problem for each of K numbers that `fn` returns: the last leaf of the batch says which."""
-
-    there: Counted  # the samples that count, of the first output
-    shape: tuple[int, ...]  # of what fn returns
-    numbers: Tensor  # (K, 1)
-
-    @property
-    def count(self) -> int:  # type: ignore[override]  # tuples have a method of that name
-        return len(self.numbers)
-
-    def of(self, problem: Problem, k: int) -> Problem:
-        """The same samples, for output k."""
-        return problem._replace(batch=[*problem.batch[:-1], self.numbers[k]])
-
-    def each(self, problem: Problem, run: Run, states: Any) -> Iterator[FactoredGrads]:
-        """The factors of every output, one after the other; all draw the same random numbers, from `states` on."""
-        for k in range(self.count):
-            rewind(states)
-            yield factored_chunk(self.of(problem, k), run)[0]
-
-
-def _outputs(
-    fn: Any, params: Any, batch: Any, in_dims: Any, randomness: Randomness, valid: Any, save_memory: bool
-) -> Outputs:
-    """The arguments checked; `fn` runs once, on the first sample, for the shape of what it returns."""
-    options: dict[str, Any] = {"randomness": randomness, "save_memory": save_memory}
-    plain = validated(fn, params, batch, in_dims=in_dims, **options)
-    if plain.n:
-        sample = plain.rows(slice(0, 1)).copied().sample(0)
-    else:
-        sample = [t.new_zeros(t.shape[1:]) if b else t for t, b in zip(plain.batch, plain.batched, strict=True)]
-    with (
-        torch.enable_grad(),
-        generators_kept(plain),
-    ):  # as when it is differentiated: silu has another derivative without
-        tree = optree.tree_unflatten(plain.params_spec, [p.clone() for p in plain.params])
-        out = fn(tree, optree.tree_unflatten(plain.batch_spec, sample))
-    if not isinstance(out, Tensor) or not out.is_floating_point():
-        what = f"a tensor of {out.dtype}" if isinstance(out, Tensor) else kind_of(out)
-        raise ArgumentTypeError(
-            f"fn must return the outputs for one sample as a tensor, but returned {what}\n"
-            "  return a floating-point tensor, of any shape."
-        )
-    numbers = torch.arange(out.numel(), device=out.device)[:, None]
-    first = numbers[0] if len(numbers) else numbers.new_zeros(1)
-    problem = validated(partial(_output, fn), params, (batch, first), in_dims=(in_dims, None), **options)
-    return Outputs(counted(problem, valid), tuple(out.shape), numbers)
-
+from .factored import FactoredGrads, factored
+from .outputs import Backwards, Outputs, outputs_of
 
 # ---- Jacobians -------------------------------------------------------------------------------------------
 
@@ -122,8 +65,11 @@ def per_sample_jacobians(
              [ 2.,  1.]]])
 
     The same numbers as `vmap(jacrev(fn), in_dims=(None, 0))(params, batch)`; it also answers where that refuses. One
-    forward and one backward for each output, all samples together, so that besides the result only one output's part
+    forward, and one backward for each output, all samples together, so that besides the result only one output's part
     of it is held. All outputs of a sample draw the same random numbers.
+
+    Where Python runs in the backward (autograd Functions, hooks), which need not do the same twice, and where samples
+    run one by one, `fn` runs once for each output.
 
     Args:
         fn: `fn(params, sample) -> outputs`, a floating-point tensor of any shape, the same for every sample. It runs
@@ -142,24 +88,66 @@ def per_sample_jacobians(
     """
     refuse_inside_transforms("per_sample_jacobians")
     _refuse_layers(group)
-    outputs = _outputs(fn, params, batch, in_dims, randomness, valid, max_bytes is not None)
+    outputs = outputs_of(fn, params, batch, in_dims, randomness, valid, max_bytes is not None)
     problem, k = outputs.there.problem, outputs.count
-    leaves = [p.new_zeros(problem.n, k, *p.shape) for p in problem.params]
-    if problem.n and k:
-        step = plan(Grads(), problem, chunk_size, max_bytes)
-        assert isinstance(step, int)
-        before = generators(problem.params)
-        with differentiating(problem), Bar("per_sample_jacobians", problem.n * k) if progress else nullcontext() as bar:
-            for i in range(k):
-                rewind(before)
-                found, _ = fold(Grads(), outputs.of(problem, i), step, bar=bar)
-                for target, rows in zip(leaves, found, strict=True):
-                    target[:, i] = rows
-                del found
+    quantity = _Jacobians(outputs)
+    step = plan(quantity, problem, chunk_size, max_bytes)
+    assert isinstance(step, int)
+    with differentiating(problem), Bar("per_sample_jacobians", problem.n * k) if progress else nullcontext() as bar:
+        quantity.bar = bar
+        leaves = quantity.start(problem, step)
+        run = collect if bar is None else bar.watching(collect)
+        for rows, chunk in chunks(problem, step) if k else ():
+            quantity.add(leaves, rows, chunk, run)
     whole = [outputs.there.among_zeros(t) for t in leaves]
     shaped = [t.view(len(t), *outputs.shape, *t.shape[2:]) for t in whole]
     tree: Any = optree.tree_unflatten(problem.params_spec, shaped)
     return tree  # type: ignore[no-any-return]
+
+
+class _Jacobians(Quantity[list[Tensor], list[Tensor]]):
+    """The gradients of all outputs, (N, K, *shape) each; besides, one output's part of a chunk is held."""
+
+    bar: Bar | None = None
+    quiet = False
+
+    def __init__(self, outputs: Outputs) -> None:
+        self.outputs, self.name = outputs, f"jacobians {outputs.count}"
+
+    def start(self, whole: Problem, step: int) -> list[Tensor]:
+        return [warm_memory.empty((whole.n, self.outputs.count, *p.shape), p) for p in whole.params]
+
+    def add(self, state: list[Tensor], rows: slice, chunk: Problem, run: Run) -> Outcome:
+        states = generators(chunk.params)
+        backwards = Backwards(self.outputs, chunk, run, states, quiet=self.quiet, bar=self.bar)
+        room: list[Tensor] | None = None  # memory of one output, the same for all
+        outcome = None
+
+        def make(problem: Problem) -> DenseCollector:
+            return DenseCollector(problem.params, problem.n, room if problem is chunk else None)
+
+        for k in range(self.outputs.count):
+            outcomes: list[Outcome] = []
+            places: list[Tensor | None] = []
+            for group in backwards.groups(k, make):
+                found = group.collector.result()
+                for target, own in zip(state, found, strict=True):
+                    target = target[rows, k]
+                    if group.places is None:
+                        target.copy_(own)
+                    else:
+                        target[group.places.to(target.device)] = own
+                if group.places is None:
+                    room = found
+                outcomes.append(group.outcome)
+                places.append(group.places)
+            outcome = join(outcomes, places)
+        return no_outcome(chunk) if outcome is None else outcome
+
+    def rehearsal(self) -> "_Jacobians":
+        alike = _Jacobians(self.outputs)
+        alike.quiet = True
+        return alike
 
 
 # ---- the neural tangent kernel ---------------------------------------------------------------------------
@@ -192,10 +180,12 @@ def ntk(
     (torch.Size([8, 8, 3, 3]), torch.Size([8, 2]))
 
     Entry [n, m, k, l] is <J_n[k], J_m[l]>, the layout of neural_tangents; "trace" is the sum over k of [n, m, k, k],
-    not divided by their number. One forward and one backward for each output, all samples together; factors meet
-    pairwise, and neither Jacobians nor N x P numbers are held. Exact, parameters that are used more than once included.
+    not divided by their number. One forward, and one backward for each output, all samples together, as for
+    `per_sample_jacobians`; factors meet pairwise, what the outputs of a sample share is worked out once, and neither
+    Jacobians nor N x P numbers are held. Exact, parameters that are used more than once included.
 
-    In chunks two of them are held at a time, and each runs again for every other: the fewer chunks, the better.
+    In chunks two of them are held at a time, and each runs again for every other: the fewer chunks, the better. Where
+    `max_bytes` is too little for all outputs of all samples, some outputs are held at a time.
 
     Args:
         fn: `fn(params, sample) -> outputs`, a floating-point tensor of K numbers in any shape, the same for every
@@ -209,7 +199,8 @@ def ntk(
             one rank after the other; the factors of all outputs are kept, and sent once: `max_bytes` is refused.
 
     Returns:
-        A tensor (N, M, K, K), or (N, M), in float32 at least.
+        A tensor (N, M, K, K), or (N, M), in float32 at least. In memory outputs are beside their samples, so that the
+        matrix `kernel.permute(0, 2, 1, 3).reshape(N * K, M * K)` is no copy.
     """
     refuse_inside_transforms("ntk")
     _refuse_layers(group)
@@ -218,17 +209,15 @@ def ntk(
             f'outputs={outputs!r} is not one of "full", "trace"\n'
             "  full: all pairs of outputs; trace: the sum over outputs with themselves."
         )
-    first = _outputs(fn, params, batch, in_dims, randomness, valid, max_bytes is not None)
-    problem = first.there.problem
+    first = outputs_of(fn, params, batch, in_dims, randomness, valid, max_bytes is not None)
+    problem, full = first.there.problem, outputs == "full"
     if group is not None:
         refuse_max_bytes("ntk", max_bytes)
         matrix = Matrix(group, dtype_of(problem))
         check_step(problem, chunk_size, None)
-    step = plan(_Pair(first, outputs == "full"), problem, chunk_size, max_bytes)
-    assert isinstance(step, int)
     second = None
     if other is not None:
-        second = _outputs(fn, params, other, in_dims, randomness, None, max_bytes is not None)
+        second = outputs_of(fn, params, other, in_dims, randomness, None, max_bytes is not None)
         if second.shape != first.shape:
             raise ArgumentError(
                 f"fn returns outputs of shape {first.shape} for batch, of shape {second.shape} for other\n"
@@ -236,16 +225,44 @@ def ntk(
             )
         moved = second.there.problem._replace(reached=problem.reached)  # one warning, if no output has a gradient
         second = second._replace(there=second.there._replace(problem=moved))
+    step, width = _steps(first, second is not None, full, chunk_size, max_bytes)
     if group is not None:
         group.expect(shape=first.shape, outputs=outputs, other=other is not None)
         sides = [_kept(own, step, "ntk" if progress else None) for own in (first, second) if own is not None]
         return products_of_all(group, matrix, sides, outputs == "trace")
-    kernel = _Kernel(first, second, step, outputs == "full")
+    kernel = _Kernel(first, second, step, width, full)
     with differentiating(problem), kernel.bar() if progress else nullcontext() as bar:
         found = kernel.filled(bar)
     if second is None:
-        found = first.there.among_zeros(found.transpose(0, 1).contiguous()).transpose(0, 1)
-    return first.there.among_zeros(found.contiguous())
+        found = first.there.among_zeros(found.transpose(0, 1)).transpose(0, 1)
+    return first.there.among_zeros(found)
+
+
+def _steps(outputs: Outputs, crossed: bool, full: bool, chunk_size: Any, max_bytes: Any) -> tuple[int, int]:
+    """How many samples, and how many outputs of each, are held at a time.
+
+    Where all outputs of all samples are too many, half of the outputs, and so on: a pair of outputs costs backwards of
+    a graph that is there, a pair of samples forwards too. Where that does not help, as many samples as can be.
+    """
+    problem, widths = outputs.there.problem, [max(1, outputs.count) if full else 1]
+    while widths[-1] > 1:
+        widths.append(-(-widths[-1] // 2))
+    pairs = [_Pair(outputs, width, full, crossed) for width in widths]
+    step = plan(pairs[0], problem, chunk_size, max_bytes, pairs[0] if len(pairs) > 1 else None)
+    if step == problem.n or chunk_size is not None:
+        assert isinstance(step, int)
+        return step, widths[0]
+    bound = check_step(problem, chunk_size, max_bytes)
+    assert bound is not None
+    for width, pair in zip(widths[1:], pairs[1:], strict=True):
+        if peak_bytes(problem, problem.n, problem.n, pair, True) <= bound:
+            return problem.n, width
+    for width, pair in zip(widths[1:], pairs[1:], strict=True):
+        if not isinstance(step, TooLittle):
+            break
+        step, widths[0] = plan(pair, problem, chunk_size, max_bytes, None if width == 1 else pair), width
+    assert isinstance(step, int)
+    return step, widths[0]
 
 
 def _kept(outputs: Outputs, step: int, shown: str | None) -> Rows:
@@ -267,17 +284,17 @@ def _refuse_layers(ranks: Any) -> None:
 
 
 class _Kernel:
-    """Chunks of rows against chunks of columns."""
+    """Chunks of rows against chunks of columns, `width` outputs of each at a time."""
 
-    def __init__(self, rows: Outputs, columns: Outputs | None, step: int, full: bool) -> None:
-        self.rows, self.columns, self.step, self.full = rows, columns, step, full
+    def __init__(self, rows: Outputs, columns: Outputs | None, step: int, width: int, full: bool) -> None:
+        self.rows, self.columns, self.step, self.width, self.full = rows, columns, step, width, full
         self.draws: dict[int, Any] = {}  # the generators' states when a chunk ran first
 
     def _chunks(self, outputs: Outputs | None) -> list[Problem]:
         return [] if outputs is None else [chunk for _, chunk in chunks(outputs.there.problem, self.step)]
 
     def bar(self) -> Bar:
-        """Over the samples that run, each as often as it does."""
+        """Over the samples that run, each as often as it does, once for each output."""
         sizes, k = [chunk.n for chunk in self._chunks(self.rows)], self.rows.count
         if self.columns is not None:
             return Bar("ntk", k * (sum(sizes) + len(sizes) * self.columns.there.problem.n))
@@ -286,69 +303,110 @@ class _Kernel:
     def filled(self, bar: Bar | None) -> Tensor:
         whole, k = self.rows.there.problem, self.rows.count
         m = whole.n if self.columns is None else self.columns.there.problem.n
-        shape = (whole.n, m, k, k) if self.full else (whole.n, m)
+        shape = (whole.n, k, m, k) if self.full else (whole.n, m)
         out = torch.zeros(shape, dtype=dtype_of(whole), device=whole.params[0].device)
-        if not k:
-            return out
-        rows, others = self._chunks(self.rows), self._chunks(self.columns)
+        rows, others = self._chunks(self.rows) if k else [], self._chunks(self.columns)
         for i, chunk in enumerate(rows):
             top = slice(i * self.step, i * self.step + chunk.n)
-            left = list(self._factors(self.rows, chunk, bar)) if self.full else []
+            left = self._ran(self.rows, chunk, bar)
             for j in range(i, len(rows)) if self.columns is None else range(len(others)):
-                column = rows[j] if self.columns is None else others[j]
-                side = slice(j * self.step, j * self.step + column.n)
-                same = self.columns is None and i == j
-                source = self.rows if self.columns is None else self.columns
-                if self.full:
-                    right = left if same else list(self._factors(source, column, bar))
-                    _fill(out[top, side], left, right, same)
+                side = slice(j * self.step, min((j + 1) * self.step, m))
+                if self.columns is not None:
+                    right = self._ran(self.columns, others[j], bar)
                 else:
-                    self._trace(out[top, side], source, chunk, column, same, bar)
-                if self.columns is None and not same:
-                    block = out[top, side].transpose(0, 1)
-                    out[side, top] = block.transpose(2, 3) if self.full else block
-        return out
+                    right = left if i == j else self._ran(self.rows, rows[j], bar)
+                self._meet(out[top, :, side] if self.full else out[top, side], left, right)
+                if self.columns is None and i != j:
+                    if self.full:
+                        out[side, :, top] = out[top, :, side].permute(2, 3, 0, 1)
+                    else:
+                        out[side, top] = out[top, side].mT
+        return out.transpose(1, 2) if self.full else out
 
-    def _trace(
-        self, out: Tensor, source: Outputs, chunk: Problem, column: Problem, same: bool, bar: Bar | None
-    ) -> None:
-        left = self._factors(self.rows, chunk, bar)
-        right = left if same else self._factors(source, column, bar)
-        for own in left:
-            out += own.dots(own if same else next(iter(right)))
-
-    def _factors(self, outputs: Outputs, problem: Problem, bar: Bar | None) -> Iterator[FactoredGrads]:
-        """The factors of a chunk for each output; if it ran before, with the numbers that it drew then."""
+    def _ran(self, outputs: Outputs, problem: Problem, bar: Bar | None) -> Backwards:
+        """A chunk; if it ran before, with the numbers that it drew then."""
         run = collect if bar is None else bar.watching(collect)
+        again = id(problem) in self.draws
         states = self.draws.setdefault(id(problem), generators(problem.params))
-        for fg in outputs.each(problem, run, states):
-            if bar is not None:
-                bar.done(problem.n)
-            yield fg
+        return Backwards(outputs, problem, run, states, again, bar=bar)
+
+    def _meet(self, out: Tensor, left: Backwards, right: Backwards) -> None:
+        count = self.rows.count
+        blocks = [range(start, min(start + self.width, count)) for start in range(0, count, self.width)]
+        for i, some in enumerate(blocks):
+            own = left.of(some)
+            if not self.full:
+                out += own[0].dots(own[0] if right is left else right.of(some)[0])
+                continue
+            for others in blocks[: i + 1] if right is left else blocks:
+                same = right is left and others is some
+                found = _products(own, own if same else right.of(others), out, len(blocks) == 1)
+                if len(blocks) > 1:
+                    out[:, some.start : some.stop, :, others.start : others.stop] = found
+                    if right is left and not same:
+                        out[:, others.start : others.stop, :, some.start : some.stop] = found.permute(2, 3, 0, 1)
 
 
-def _fill(out: Tensor, left: Sequence[FactoredGrads], right: Sequence[FactoredGrads], same: bool) -> None:
-    """out[n, m, k, l] for all pairs of outputs; of a chunk with itself each pair once."""
-    for k, a in enumerate(left):
-        for i in range(k if same else 0, len(right)):
-            found = a.dots(right[i])
-            out[:, :, k, i] = found
-            if same and i != k:
-                out[:, :, i, k] = found.mT
+@in_full_precision
+def _products(left: list[FactoredGrads], right: list[FactoredGrads], out: Tensor, in_place: bool) -> Tensor:
+    """Inner products (N, K, M, L) of the gradients of outputs: added to the zeros in `out`, or by themselves."""
+    n, m = len(left[0]), len(right[0])
+    target = out if in_place else out.new_zeros(n, len(left), m, len(right))
+    if all(len(fg._blocks) == 1 and fg._blocks[0].places is None for fg in (*left, *right)):
+        total = target.flatten(2).flatten(0, 1)
+        a, b = ([fg._blocks[0].sums for fg in own] for own in (left, right))
+        for i in range(len(a[0])):
+            one = [sums[i] for sums in a]
+            add_products(total, one, one if left is right else [sums[i] for sums in b])
+        if left is right:
+            mirrored(total)
+        return target
+    for k, own in enumerate(left):
+        for i, other in enumerate(right[: k + 1] if left is right else right):
+            found = own.dots(other)
+            target[:, k, :, i] = found
+            if left is right and i < k:
+                target[:, i, :, k] = found.mT
+    return target
 
 
 class _Pair(Quantity[list[Any], None]):
-    """Two chunks at a time and the inner products of one pair of outputs: what the planner measures."""
+    """What the planner measures: a chunk, or two at a time, and the inner products of some outputs of each."""
 
-    def __init__(self, outputs: Outputs, full: bool) -> None:
-        self.outputs, self.full = outputs, full
-        self.name = f"ntk {outputs.count if full else 1}"
+    has_sums = True  # a chunk meets another, all samples at once only themselves
+
+    def __init__(self, outputs: Outputs, width: int, full: bool, crossed: bool) -> None:
+        self.outputs, self.width, self.full, self.crossed = outputs, width, full, crossed
+        self.name = f"ntk {outputs.count} {width} {full} {crossed}"
 
     def start(self, whole: Problem, step: int) -> list[Any]:
-        return []
+        return [self.crossed or step < whole.n]
 
     def add(self, state: list[Any], rows: slice, chunk: Problem, run: Run) -> Outcome:
-        times = max(1, self.outputs.count) if self.full else 1
-        held = [factored_chunk(chunk, run) for _ in range(2 * times)]
-        held[0][0].dots(held[-1][0])
-        return held[0][1]
+        states = generators(chunk.params)
+        left = Backwards(self.outputs, chunk, run, states, quiet=True)
+        right = Backwards(self.outputs, chunk, run, states, quiet=True) if state[0] else left
+        n, count = chunk.n, self.outputs.count
+        out = chunk.params[0].new_zeros((n, count, n, count) if self.full else (n, n), dtype=dtype_of(chunk))
+        state.append(out)  # the result
+        own = self._held(left)
+        others = own if right is left and self.width == count else self._held(right)
+        if self.full:
+            _products(own, others, out, self.width == count)
+        else:
+            out += own[0].dots(others[0])
+        return no_outcome(chunk)
+
+    def _held(self, backwards: Backwards) -> list[FactoredGrads]:
+        """The factors of `width` outputs: from the third on copies, but for what outputs share, as they would be."""
+        found = backwards.of(range(min(2, self.width)))
+        shared = {storage_of(t) for block in found[0]._blocks for own in block.sums if own for t in own.tensors()}
+
+        def copied(t: Tensor) -> Tensor:
+            return t if storage_of(t) in shared else torch.empty_like(t)
+
+        for _ in range(2, self.width):
+            found.append(found[1]._each(copied))
+        if self.width == self.outputs.count:
+            backwards.kept = None
+        return found

@@ -13,16 +13,16 @@ without_modes: Any = torch._C.DisableTorchFunction  # inside, torch functions ar
 _run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
 
 
-def gradients(y: Tensor, inputs: Sequence[Any], seed: Tensor) -> tuple[Tensor | None, ...]:
-    """`torch.autograd.grad` of `y` with `seed`, None where an input is not used.
+def gradients(y: Tensor, inputs: Sequence[Any], seed: Tensor, keep_graph: bool = False) -> tuple[Tensor | None, ...]:
+    """`torch.autograd.grad` of `y` with `seed`, None where an input is not used; `keep_graph`: another one follows.
 
     On the CPU, where the backward runs in this thread, this calls the C++ engine directly: our arguments are valid,
     and the checks of torch.autograd.grad cost 50 us.
     """
     if y.device.type != "cpu":
-        return torch.autograd.grad(y, inputs, seed, allow_unused=True)
+        return torch.autograd.grad(y, inputs, seed, allow_unused=True, retain_graph=keep_graph)
     found: tuple[Tensor | None, ...] = _run_backward(
-        (y,), (seed,), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
+        (y,), (seed,), keep_graph, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
     )
     return found
 

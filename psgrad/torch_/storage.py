@@ -27,6 +27,20 @@ def shares_memory(a: Tensor, b: Tensor) -> bool:
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata  # type: ignore[no-any-return]
 
 
+def are_one_memory(tensors: Sequence[Tensor]) -> bool:
+    """Whether tensors are the same numbers at the same places."""
+    first = tensors[0]
+    return all(
+        t is first
+        or (
+            shares_memory(t, first)
+            and (t.shape, t.stride(), t.storage_offset()) == (first.shape, first.stride(), first.storage_offset())
+            and t.dtype is first.dtype
+        )
+        for t in tensors
+    )
+
+
 version_of: Callable[[Tensor], int] = attrgetter("_version")  # how often a tensor has been written to
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")  # what a tensor is a view of, as far as autograd knows
 is_view: Callable[[Tensor], bool] = Tensor._is_view  # whether autograd knows a tensor as a view of another
