@@ -229,7 +229,7 @@ class Lockstep:
     def _agree(self, *own: int) -> list[int]:
         """The largest of what ranks say: four numbers, the second of which tells whether one has failed."""
         self.is_between = False
-        said = torch.tensor(own, device=self.ranks.device)
+        said = torch.tensor(own, dtype=torch.int64, device=self.ranks.device)
         with self.ranks.in_touch():
             dist.all_reduce(said, dist.ReduceOp.MAX, group=self.ranks.group)
         return [int(number) for number in said.tolist()]
