@@ -289,11 +289,12 @@ def _rows(
             if use.rule is None:
                 rows.append(Row(name, shape, use.op, use.place, f"vmap: {use.reason}", "Dense", "autograd", 0, size))
                 continue
-            found = next((f for f in listing.found if f[0] is use and f[1] is param.source), None)
+            found = [f[2:] for f in listing.found if f[0] is use and f[1] is param.source]
             how = f"rule {use.rule}"
-            if found is None:
+            if not found:
                 rows.append(Row(name, shape, use.op, use.place, how, "none", "the loss does not depend on it", 0, 0))
             else:
-                _, _, kind, plan = found
-                rows.append(Row(name, shape, use.op, use.place, how, kind, plan.strategy, plan.flops, size))
+                kind, plan = found[0]
+                flops = sum(plan.flops for _, plan in found)  # inside a derivative there are several
+                rows.append(Row(name, shape, use.op, use.place, how, kind, plan.strategy, flops, size))
     return rows, used, looped

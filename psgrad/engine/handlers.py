@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..errors import PsgradError, is_out_of_memory, name_of, place, reason_of
 from ..factors import assumptions
+from ..registry.rule import RULES
 from ..torch_ import levels, operators
 from ..torch_.functions import (
     ANSWERS,
@@ -225,9 +226,9 @@ def compute_once(mode: "Mode", call: "TorchCall") -> Any:
     if not operands.params:
         return NotImplemented
     per_sample = mode.options.of_params_per_sample and call.func not in VIEWS
-    if operands.samples or not mode.is_innermost or per_sample:
+    if operands.samples or per_sample or (not mode.is_innermost and mode.takes_part(call.args, call.kwargs)):
         return mode.left_to_vmap(call.func, call.args, call.kwargs, call.operands.params, "no rule for this function")
-    return run_once(mode, call.func, call.args, call.kwargs, operands.params)
+    return levels.at(mode.level, run_once, mode, call.func, call.args, call.kwargs, operands.params)
 
 
 def tell_requires_grad(mode: "Mode", call: "TorchCall") -> Any:
@@ -364,6 +365,11 @@ def is_ordinary(func: Any) -> bool:
 def is_only_ruled(func: Any) -> bool:
     """Whether no handler but the rule's has a say in a call of `func`."""
     return handlers_of(func)[1] is use_rule
+
+
+def may_use_params(func: Any) -> bool:
+    """Whether a handler other than vmap's cares for parameters among the arguments of `func`."""
+    return func in RULES or func in PURE or is_composite(func)
 
 
 # ---- what vmap cannot do ---------------------------------------------------------------------------------

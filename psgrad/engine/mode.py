@@ -29,10 +29,19 @@ from ..registry.rule import REDIRECTS, RULES, Entry
 from ..torch_ import levels
 from ..torch_.checkpoints import saved_tensor_hooks
 from ..torch_.watching import CUSTOM_FUNCTION_CALL, FunctionCall
-from . import checkpoint
+from . import checkpoint, op_loop
 from .collectors import Collector
 from .draws import Draws
-from .handlers import freeze, handlers_of, has_second_chance, is_only_ruled, is_ordinary, refuse_out, second_chance
+from .handlers import (
+    freeze,
+    handlers_of,
+    has_second_chance,
+    is_only_ruled,
+    is_ordinary,
+    may_use_params,
+    refuse_out,
+    second_chance,
+)
 from .held import OwnParameters
 from .problem import Problem
 from .rule_call import DeferredCalls, UseRecord, ask_op, run_rule
@@ -153,6 +162,8 @@ class Mode(TorchFunctionMode):
         key = func
         if func in REDIRECTS:
             key, func, args = REDIRECTS[func](func, args, kwargs)
+        if levels.current_level() != self.level and may_use_params(func):
+            args, kwargs = self._as_given(args, kwargs)
         operands = self.look((*args, *kwargs.values()) if kwargs else args)
         rule = RULES.get(key)
         if kwargs and kwargs.get("out") is not None:
@@ -217,6 +228,28 @@ class Mode(TorchFunctionMode):
         if not isinstance(t, Tensor) or id(t) in self.tracked:
             return False
         return not self.is_innermost or levels.is_batched(t, self.level)
+
+    def _as_given(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments of a call with a parameter among them, without what a transform of `fn`'s own has wrapped
+        around those that it takes for constants."""
+        found = False
+
+        def unwrapped(value: Any) -> Any:
+            nonlocal found
+            if isinstance(value, Tensor):
+                value = levels.undifferentiated(value)
+                found = found or id(value) in self.tracked
+            elif type(value) in _SEQUENCES:
+                value = type(value)([unwrapped(v) for v in value])
+            return value
+
+        given = tuple([unwrapped(a) for a in args]), {k: unwrapped(v) for k, v in kwargs.items()}
+        return given if found else (args, kwargs)
+
+    def takes_part(self, args: Any, kwargs: Any) -> bool:
+        """Whether a transform of `fn`'s own has a tensor among the arguments of a call."""
+        tensors = [t for t in op_loop.leaves((args, kwargs)) if isinstance(t, Tensor)]
+        return any(levels.is_transformed(t) and not levels.is_batched(t, self.level) for t in tensors)
 
     def lower(self, t: Any) -> Any:
         """The (N, ...) tensor behind an operand."""

@@ -17,10 +17,11 @@ from ..factors import costs
 from ..registry.params import Param
 from ..registry.plugin import Guarded
 from ..registry.rule import BatchFold, Call, Composite, Decline, Entry, Needs, Rule
-from ..torch_ import autograd, levels
+from ..torch_ import autograd, levels, parts
 from ..torch_.checkpoints import saved_tensor_hooks
 from ..torch_.storage import base_of, is_view, version_of, versions_of
 from .collectors import Collector
+from .inside import LinearMap
 from .of_params import run_once
 
 if TYPE_CHECKING:
@@ -208,7 +209,7 @@ def run_rule(mode: "Mode", rule: Entry, func: Any, args: Any, kwargs: Any, opera
         with mode:  # its parts come to the mode again
             return rule.run(*args, **kwargs)
     if levels.current_level() != mode.level:
-        return mode.left_to_vmap(func, args, kwargs, params, "inside another transform")
+        return _run_inside(mode, rule, func, args, kwargs, operands)
     if isinstance(rule, BatchFold):
         return _run_folded(mode, rule, func, args, kwargs, params)
     if not operands.samples and rule.only_params:  # a weight made of weights, not a weight at work
@@ -267,6 +268,63 @@ def _apply_bound(mode: "Mode", call: Call, bound: BoundRule, x: Tensor, *others:
     else:
         y = _apply(bound, None, x, mode.anchor if True in bound.tracked else None)
     return y if call.after is None else call.after(y, *others)
+
+
+def _run_inside(mode: "Mode", rule: Entry, func: Any, args: Any, kwargs: Any, operands: "Operands") -> Any:
+    """A call inside a transform of `fn`'s own, whose layers lie above ours."""
+    params, why = operands.params, "inside another transform"
+    if isinstance(rule, Rule) and not mode.options.of_params_per_sample and not mode.takes_part(args, kwargs):
+        found = levels.at(mode.level, run_rule, mode, rule, func, args, kwargs, operands)
+        return found if id(found) in mode.tracked else parts.raised(found, mode.level)
+    if not isinstance(rule, Rule) or not rule.linear or not parts.are_known():
+        return mode.left_to_vmap(func, args, kwargs, params, why)
+    given, first = operands.resolved, len(args)
+    named = dict(zip(kwargs, given[first:], strict=True))
+    try:
+        call = levels.at(mode.level, lambda: rule.bind(*given[:first], **named))  # views of parameters are plain there
+    except TypeError:  # a wrong call: torch's own message is the better one
+        return func(*args, **kwargs)
+    if isinstance(call, Decline):
+        return mode.left_to_vmap(func, args, kwargs, params, call.reason)
+    weight, bias = call.params
+    if type(weight) is not Param or type(call.x) is Param:
+        return mode.left_to_vmap(func, args, kwargs, params, f"{why}, and the weight is no parameter")
+    if isinstance(bias, Tensor) and levels.is_transformed(bias):
+        return mode.left_to_vmap(func, args, kwargs, params, f"{why}, and the bias differs between samples")
+    if call.is_complex or autograd.is_autocasting():
+        return mode.left_to_vmap(func, args, kwargs, params, f"{why}, with complex numbers or autocast")
+    return _run_parts(mode, rule, call, func, params)
+
+
+def _run_parts(mode: "Mode", rule: Rule, call: Call, func: Any, params: list[Param]) -> Tensor:
+    """A linear map of a tensor that has parts: each comes to the rule on its own."""
+    others, (weight, bias) = [p for p in call.others if type(p) is Param], call.params
+    use = mode.record(func, [p for p in params if p not in others], rule.name)
+    mode.unruled(func, others, "an input of the op, not its weight")
+    if not mode.recomputing:
+        for param in params:
+            param.source.uses += 2  # there may be a factor for each part
+
+    def at_samples(weight: Param, bias: Any, x: Tensor) -> Tensor:
+        bound = BoundRule(rule, call.options, (weight, bias), mode.collector)
+        bound.use = use
+        return _apply_bound(mode, Call(x, bound.params), bound, x)
+
+    def constant(weight: Param, bias: Any, x: Tensor) -> Tensor:
+        y: Tensor = rule.forward(call.options, x, weight.value, bias.value if type(bias) is Param else bias)[0]
+        return y
+
+    tensors = [call.x, *[p.wrapped if type(p) is Param else p for p in call.others]]
+    x: Any
+    x, *rest = [None if t is None else t[None] for t in tensors]  # `before` and `after` expect an axis for samples
+    turned = levels.at(mode.level, weight.view, _turned)
+    linear = LinearMap(weight, turned, bias, at_samples, constant, mode.n, mode.level)
+    y = linear(x if call.before is None else call.before(x, *rest))
+    return (y if call.after is None else call.after(y, *rest))[0]
+
+
+def _turned(t: Tensor) -> Tensor:
+    return t.mT
 
 
 def _run_folded(mode: "Mode", rule: BatchFold, func: Any, args: Any, kwargs: Any, params: list[Param]) -> Any:

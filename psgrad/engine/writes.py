@@ -70,6 +70,8 @@ def check_write(mode: "Mode", func: Any, args: Any, kwargs: Any) -> None:
     if param is not None and not torch.is_grad_enabled() and param.source.index < mode.roots:
         raise _changes(func, param)
     if not mode.is_innermost:
+        if param is not None and param.source.index >= mode.roots:
+            raise Rerun("of_params_per_sample")
         return
     if not levels.is_batched(target, mode.level):
         others = mode.look((*args[1:], *kwargs.values()))

@@ -78,6 +78,7 @@ class Rule:
     saves: int = 0  # how many tensors forward returns for the backward
     only_params: bool = False  # plain vmap is as good where no operand is a parameter
     takes_integers: bool = False  # integers among the parameters may differ between samples: forward gets (N, ...)
+    linear: bool = False  # y = x W^T + b by params (W, b), W (O, I) or (H, O, I): also inside transforms of `fn`'s own
     autocast: str = "keep"  # the dtype under autocast: "lower", "float32", their " off the CPU", or the operands'
     factors: tuple[str, ...] = ()  # the factor types it yields, for the table in docs/supported.md
 

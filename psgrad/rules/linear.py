@@ -193,6 +193,7 @@ def _rule(name: str, functions: tuple[Any, ...], bind: Any, *factors: str, autoc
         backward,
         native=True,
         only_params=True,
+        linear=True,
         autocast=autocast,
         factors=("Outer", *factors),
     )
@@ -200,7 +201,9 @@ def _rule(name: str, functions: tuple[Any, ...], bind: Any, *factors: str, autoc
 
 T = torch.Tensor
 LINEAR = _rule("linear", (F.linear,), bind_linear, "Dense")
-BILINEAR = Rule("bilinear", (F.bilinear,), bind_bilinear, forward, backward, native=True, factors=("Outer", "Dense"))
+BILINEAR = Rule(
+    "bilinear", (F.bilinear,), bind_bilinear, forward, backward, native=True, linear=True, factors=("Outer", "Dense")
+)
 RULES = (
     LINEAR,
     _rule("matmul", (torch.matmul, T.matmul, T.__matmul__, torch.mm, T.mm), bind_matmul),

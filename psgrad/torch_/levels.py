@@ -14,6 +14,8 @@ from typing import TypeVar
 from torch import Tensor
 from torch._C import _functorch as _ft
 from torch._functorch import predispatch as _predispatch
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter as _innermost
+from torch.autograd.forward_ad import unpack_dual
 
 _T = TypeVar("_T")
 
@@ -77,6 +79,13 @@ def alive(t: Tensor) -> Tensor:
     return t
 
 
+def undifferentiated(t: Tensor) -> Tensor:
+    """`t` without the layers of transforms that take it for a constant, as `grad(f, 1)` does its first argument."""
+    while is_differentiated(t) and not t.requires_grad and unpack_dual(t).tangent is None:
+        t = _ft.get_unwrapped(t)
+    return t
+
+
 def lower(t: Tensor, n: int, level: int) -> Tensor:
     """The (N, ...) tensor behind a batched one; an unbatched one is the same for every sample."""
     inner: Tensor
@@ -119,6 +128,14 @@ def below(run: Callable[..., _T], *args: object) -> _T:
         return run(*args)
     finally:
         _ft.push_dynamic_layer_stack(layer)
+
+
+def at(level: int, run: Callable[..., _T], *args: object) -> _T:
+    """`run(*args)` with the transforms above `level` set aside, which take no part in it."""
+    if current_level() == level:
+        return run(*args)
+    with _innermost().lower():  # and autograd as it was where that transform began
+        return at(level, run, *args)
 
 
 def runs_in(frame: types.FrameType) -> bool:

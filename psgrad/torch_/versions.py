@@ -26,16 +26,21 @@ PRIVATE: Mapping[str, str] = {  # names by their module; of alternatives (a|b) o
     ),
     "torch._C._dynamo.eval_frame": "_FrameAction.SKIP _FrameExecStrategy set_code_exec_strategy",
     "torch._C._functorch": (
-        "_add_batch_dim _unwrap_batched _vmap_decrement_nesting _vmap_increment_nesting get_unwrapped is_batchedtensor "
-        "is_functorch_wrapped_tensor is_gradtrackingtensor maybe_current_level maybe_get_level "
+        "TransformType.Grad TransformType.Jvp TransformType.Vmap _add_batch_dim _unwrap_batched _unwrap_for_grad "
+        "_vmap_decrement_nesting _vmap_increment_nesting _wrap_for_grad get_interpreter_stack get_unwrapped "
+        "is_batchedtensor is_functorch_wrapped_tensor is_gradtrackingtensor maybe_current_level maybe_get_level "
         "pop_dynamic_layer_stack push_dynamic_layer_stack"
     ),
     "torch._functorch.autograd_function": "custom_function_call",
     "torch._functorch.predispatch": "lazy_load_decompositions",
+    "torch._functorch.pyfunctorch": "retrieve_current_functorch_interpreter",
+    "torch._functorch.utils": "enable_single_level_autograd_function",
     "torch._library.custom_ops": "CustomOpDef",
     "torch._ops": "HigherOrderOperator OpOverload OpOverloadPacket",
     "torch._subclasses.fake_tensor": "DataDependentOutputException DynamicOutputShapeException FakeTensorMode",
     "torch.autograd": "Variable._execution_engine.run_backward",
+    "torch.autograd.forward_ad": "_set_fwd_grad_enabled",
+    "torch.autograd.function": "_SingleLevelFunction",
     "torch.fx.experimental.proxy_tensor": "disable_proxy_modes_tracing",
     "torch.utils._python_dispatch": "TorchDispatchMode",
     "torch.utils.checkpoint": "_CheckpointFrame _CheckpointFrame.save_inputs|_NoopSaveInputs",
