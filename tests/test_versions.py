@@ -12,6 +12,9 @@ import pytest
 import torch
 from torch.utils import checkpoint
 
+import psgrad
+from psgrad.processes.layers import Layers
+from psgrad.torch_ import sharding
 from psgrad.torch_ import versions as _versions
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -103,12 +106,27 @@ import psgrad
     )
 
 
+def test_names_of_fully_shard_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharding, "is_sharded", lambda module: True)
+    assert not sharding.missing()
+    monkeypatch.setattr(sharding, "missing", lambda: ["FSDPState._lazy_init"])
+    with pytest.raises(psgrad.ArgumentError) as caught:
+        Layers(torch.nn.Linear(2, 2))
+    assert str(caught.value) == (
+        f"the model is sharded by fully_shard, whose FSDPState._lazy_init torch {torch.__version__} does not have\n"
+        "  psgrad was tested with that of torch 2.10 to 2.15: install one of these, "
+        "or give the model before fully_shard."
+    )
+
+
 def test_the_stated_range() -> None:
-    """One range in the package, its metadata and the README."""
+    """One range in the package, its metadata and the pages."""
     oldest, newest = _versions.TESTED
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert f"torch>={oldest}" in project["dependencies"]
     readme = (ROOT / "README.md").read_text()
     assert f"torch {oldest} or later" in readme
-    tested = re.findall(r"^\| (\d+\.\d+)\.\d+ \| 3\.\d+ \|", readme, re.M)
+    assert f"torch {oldest}.0 and {newest}.0" in readme
+    supported = (ROOT / "docs" / "supported.md").read_text()
+    tested = re.findall(r"^\| (\d+\.\d+)\.\d+ \| 3\.\d+ \|", supported, re.M)
     assert {oldest, newest} <= set(tested)

@@ -13,6 +13,7 @@ from ..engine.signals import Signal
 from ..errors import ArgumentError
 from ..torch_ import sharding
 from ..torch_.sharding import Event, Unit, Units
+from ..torch_.versions import TESTED
 from .placed import is_dtensor
 
 
@@ -32,7 +33,8 @@ class Layers:
         if gone := sharding.missing():
             raise ArgumentError(
                 f"the model is sharded by fully_shard, whose {gone[0]} torch {torch.__version__} does not have\n"
-                "  psgrad was tested with that of torch 2.13: install it, or give the model before fully_shard."
+                f"  psgrad was tested with that of torch {TESTED[0]} to {TESTED[1]}: install one of these, "
+                "or give the model before fully_shard."
             )
         self.model, self.units = model, Units(model)
         known = {id(param.own): param for unit in self.units.all for param in unit.params}

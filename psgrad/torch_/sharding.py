@@ -21,7 +21,7 @@ from .autograd import without_modes
 from .modules import Home, parameters_of
 
 _NAMES: dict[tuple[str, str], Sequence[str]] = {  # by module and class, as far as they are there before a model has run
-    ("_fully_shard", "FSDPModule"): ("_get_fsdp_state", "reset_iter_state"),
+    ("_fully_shard", "FSDPModule"): ("_get_fsdp_state",),
     ("_fully_shard._fsdp_state", "FSDPState"): (
         "_lazy_init",
         "_pre_backward",
@@ -64,6 +64,13 @@ def missing() -> list[str]:
     return gone
 
 
+def _groups_of(state: Any) -> list[Any]:
+    """The groups of parameters that a module of `fully_shard` gathers; an older torch has at most one of them."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
 class ShardedParam:
     """A parameter under `fully_shard`."""
 
@@ -80,8 +87,7 @@ class ShardedParam:
     @property
     def is_plain(self) -> bool:
         """Whether it is gathered as it is: no tensor of another kind, nor in pieces on other axes of a mesh."""
-        local = self.param._sharded_local_tensor
-        return not hasattr(local, "fsdp_post_all_gather") and self.param._unsharded_dtensor_spec is None
+        return not self.param.is_dtensor and not hasattr(self.param._sharded_local_tensor, "fsdp_post_all_gather")
 
     @property
     def accumulates(self) -> bool:
@@ -130,7 +136,7 @@ class Units:
         self.model = model
         states = {id(s): s for m in model.modules() if is_sharded(m) for s in [m._get_fsdp_state()]}  # type: ignore[operator]
         self.states = list(states.values())
-        self.all = [Unit(group) for state in self.states for group in state._fsdp_param_groups]
+        self.all = [Unit(group) for state in self.states for group in _groups_of(state)]
         self.is_broken = False  # a gather of this pass has failed, as when a process has died
 
     def prepare(self) -> None:
@@ -143,7 +149,10 @@ class Units:
     def reset(self) -> None:
         """Nothing is gathered, nothing is under way: as after an ordinary step, whatever has happened in this one."""
         root: Any = self.model
-        root.reset_iter_state()
+        if hasattr(root, "reset_iter_state"):
+            root.reset_iter_state()
+        else:
+            _reset(root._get_fsdp_state())
 
     @contextlib.contextmanager
     def passing(
@@ -232,6 +241,40 @@ class Units:
 def _outside(function: Callable[..., Any], *args: object) -> Any:
     """`function` outside of the vmap that runs, if one does."""
     return function(*args) if levels.current_level() is None else levels.below(function, *args)
+
+
+def _reset(root: Any) -> None:
+    """`reset_iter_state` of a newer torch, for the state of the root under an older one."""
+    stream, shared, pass_ = root._device_handle.current_stream(), root._comm_ctx, root._state_ctx
+    for name in ("all_gather_state", "reduce_scatter_state"):
+        _wait(stream, getattr(shared, name))
+        setattr(shared, name, None)
+    shared.post_forward_order.clear()
+    for state in pass_.all_states:
+        state._modules_to_run_forward.clear()
+        state._training_state = type(state._training_state).IDLE
+        for group in _groups_of(state):
+            if (gather := group._all_gather_result) is not None:
+                if gather.all_gather_event is not None:
+                    stream.wait_event(gather.all_gather_event)
+                if hasattr(gather.all_gather_work, "wait"):
+                    gather.all_gather_work.wait()
+            _wait(stream, group._all_reduce_state)
+            if group._post_reduce_event is not None:
+                stream.wait_event(group._post_reduce_event)
+            group._all_gather_result = group._all_reduce_state = group._post_reduce_event = None
+            group._reshard_after_forward_event = group._partial_reduce_output = None
+            group._post_forward_indices.clear()
+            group._training_state = type(group._training_state).IDLE
+            group._to_sharded()
+    pass_.iter_forward_root = None
+    pass_.post_backward_final_callback_queued = False
+
+
+def _wait(stream: Any, pending: Any) -> None:
+    """Let `stream` wait for a collective that may be under way."""
+    if pending is not None and pending.event is not None:
+        stream.wait_event(pending.event)
 
 
 def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
