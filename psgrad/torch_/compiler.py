@@ -1,6 +1,7 @@
 """Torch's compiler: what it compiled runs as written inside `fn`, and it leaves our own functions alone."""
 
 import contextlib
+import inspect
 import sys
 import threading
 from collections.abc import Callable
@@ -75,8 +76,44 @@ def in_graph(function: C) -> C:
     """`function` as a part of the graph of whoever compiles its caller: its ops are recorded, its Python not read."""
     import torch._dynamo
 
-    made: Any = torch._dynamo.nonstrict_trace(function)
+    made: Any = torch._dynamo.nonstrict_trace(function) if _takes_trees() else _of_flat_results(function)
     return made  # type: ignore[no-any-return]
+
+
+@cache
+def _takes_trees() -> bool:
+    """Whether what becomes a part of a graph may return dicts; in an older torch lists and tuples alone."""
+    from torch._higher_order_ops.flat_apply import FlatApply
+
+    return "checked_output" in inspect.signature(FlatApply.__call__).parameters
+
+
+class _Structure:
+    """That of the last result."""
+
+    spec: Any = None
+
+
+def _of_flat_results(function: C) -> Any:
+    """`in_graph` by way of flat results: while dynamo reads `unflat`, it calls `flat` first, and then has the spec."""
+    import torch._dynamo
+    from torch.utils import _pytree
+
+    structure = _Structure()
+
+    def flat(*args: Any) -> list[Any]:
+        leaves, spec = _pytree.tree_flatten(function(*args))
+        if structure.spec != spec:
+            structure.spec = spec
+        return leaves
+
+    in_graph: Any = torch._dynamo.nonstrict_trace(flat)
+
+    def unflat(*args: Any) -> Any:
+        leaves = in_graph(*args)
+        return _pytree.tree_unflatten(leaves, structure.spec)
+
+    return unflat
 
 
 _SKIPPED = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)  # itself, and what it calls

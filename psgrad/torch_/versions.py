@@ -51,6 +51,8 @@ COMPILER: Mapping[str, str] = {  # the same of torch's compiler, which takes a s
     "torch._inductor": "config",
     "torch._inductor.cpp_builder": "get_cpp_compiler",
     "torch._dynamo": "nonstrict_trace",
+    "torch._higher_order_ops.flat_apply": "FlatApply",
+    "torch.utils._pytree": "tree_flatten tree_unflatten",
 }
 
 
