@@ -22,8 +22,9 @@ Params = dict[str, Any]
 LAYOUTS: dict[Any, bool] = {}
 
 
-def faster(quantity: str, task: Task) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    """A call and how to read its answer, with the channels first or last, where gradients are faster."""
+def faster(quantity: str, task: Task, private: bool = False) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    """A call and how to read its answer, with the channels first or last, where gradients are faster; `private`: the
+    clipped sum by jax_privacy."""
     # Tried once for an architecture: a call that has run at full size keeps memory that hides its peak.
     key = task.inputs.shape[1:], *((name, p.shape) for name, p in task.params.items())
     if not any(isinstance(module, nn.modules.conv._ConvNd) for module in task.model.modules()):
@@ -31,16 +32,26 @@ def faster(quantity: str, task: Task) -> tuple[Callable[[], Any], Callable[[Any]
     if key not in LAYOUTS:
         first, last = (min(repeat(compiled("grads", task, last)[0], number=1, repeat=4)) for last in (False, True))
         LAYOUTS[key] = last < first
-    return compiled(quantity, task, LAYOUTS[key])
+    return compiled(quantity, task, LAYOUTS[key], private)
 
 
-def compiled(quantity: str, task: Task, last: bool) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+def compiled(
+    quantity: str, task: Task, last: bool, private: bool = False
+) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
     """`last`: images H, W, C with weights H, W, I, O; else C, H, W with weights O, I, H, W."""
     params = {name: jnp.asarray(laid_out(p.detach().numpy(), last)) for name, p in task.params.items()}
     inputs, target = task.inputs.numpy(), jnp.asarray(task.target.numpy())
     inputs = jnp.asarray(np.moveaxis(inputs, 1, -1) if last else inputs)
-    per_sample = jax.vmap(jax.grad(partial(loss, last, task.model)), in_axes=(None, 0, 0))
+    of_one = partial(loss, last, task.model)
+    per_sample = jax.vmap(jax.grad(of_one), in_axes=(None, 0, 0))
     whole = jax.jit(lambda params, x, y: follow(quantity, per_sample(params, x, y), task.max_norm))
+    if private:
+        import jax_privacy
+
+        # one sample is one user, without an axis of its own
+        whole = jax.jit(
+            jax_privacy.clipped_grad(of_one, l2_clip_norm=task.max_norm, batch_argnums=(1, 2), keep_batch_dim=False)
+        )
     run = whole.lower(params, inputs, target).compile()
 
     def read(answer: Any) -> Any:

@@ -208,6 +208,11 @@ def torch_compiled(ready: Ready) -> Ready:
     return Ready(call, ready.read, f"ready after {perf_counter() - started:.0f} s")
 
 
+def by_jax(quantity: str, task: Task, private: bool = False) -> Ready:
+    import_module("jax_privacy" if private else "jax")
+    return Ready(*import_module(".jax_peer", __package__).faster(quantity, task, private))
+
+
 BASE, OURS = "batch", ("psgrad", "psgrad out=", "psgrad compiled")
 GROWTH = (BASE, "vmap(grad)", "Opacus ghost", "psgrad")  # whose cost is followed from size to size
 _ALL = (  # a new peer is a function above and a line here
@@ -220,7 +225,8 @@ _ALL = (  # a new peer is a function above and a line here
     Peer("Opacus", partial(from_grads, hooked), package="opacus"),
     Peer("Opacus ghost", ghost, ("norms", "clipped"), "opacus"),
     Peer("BackPACK", backpacked, package="backpack"),
-    Peer("JAX", lambda *given: Ready(*import_module(".jax_peer", __package__).faster(*given)), package="jax"),
+    Peer("JAX", by_jax, package="jax"),
+    Peer("jax_privacy", partial(by_jax, private=True), ("clipped",), "jax_privacy"),
     Peer(OURS[0], ours),
     Peer(OURS[1], lambda quantity, task: Ready(caller(quantity, task, reuse=True)), ("grads",)),
     Peer(OURS[2], compiled),

@@ -27,9 +27,10 @@ COLORS = [
     "#1f5f99",
     "#59a14f",
     "#c9a400",
+    "#e8d06b",
 ]  # of PEERS
 COLORS += ["#d62728", "#ff9896", "#8b0000"]
-STYLES = dict(zip(PEERS, zip("|xs_sv^<D>oo*", COLORS, strict=True), strict=True))
+STYLES = dict(zip(PEERS, zip("|xs_sv^<D>>oo*", COLORS, strict=True), strict=True))
 
 
 def draw(records: Sequence[Record], out: Path) -> list[Path]:
