@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import psgrad
+from psgrad.compilation import recording
 from psgrad.compilation.recording import Recording
 from psgrad.compilation.sizes import padded_size
 from psgrad.compilation.surroundings import Surroundings
@@ -1237,3 +1238,181 @@ def test_what_weights_close_over_is_read_anew_in_one_graph() -> None:
     for _ in range(2):
         assert_same(compiled(params, *batch_of(N)), psgrad.weighted_grad(fn, params, batch_of(N), weights))
         scale.mul_(3)
+
+
+# ---- what a hunter of stale graphs found ---------------------------------------------------------------------
+
+
+def in_turn(h: Tensor, others: Any) -> Tensor:
+    """A number that depends on the order of `others`."""
+    return functools.reduce(lambda h, t: torch.tanh(h * t) + t, others, h).sum()
+
+
+def test_the_order_of_dicts_counts() -> None:
+    a, b, x = torch.randn(3, 3, dtype=D)
+    fn = lambda p, s: in_turn(s["x"], p.values()) + in_turn(p["a"], s.values())
+    step = compiled_norms(fn)
+    params, batch = {"a": a, "b": b}, {"x": x.expand(4, 3).clone(), "y": torch.randn(4, 3, dtype=D)}
+    turned = lambda tree: dict(reversed(tree.items()))
+    for given in ((params, batch), (turned(params), batch), (params, turned(batch)), (params, batch)):
+        check(step, *given)
+    nested = compiled_norms(lambda p, s: in_turn(s, p[0]["inner"].values()))
+    check(nested, [{"inner": params}], batch["x"])
+    check(nested, [{"inner": turned(params)}], batch["x"])
+    assert step.cache_info()[:3] == (4, 0, 3)
+
+
+class _Gained(nn.Module):
+    gain = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.gain
+
+
+def _scaled(w: Tensor) -> Tensor:
+    return w * _scaled.factor  # type: ignore[attr-defined,no-any-return]
+
+
+def test_state_that_comes_to_be_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an instance or a class, in place of a method, behind a cache, in a variable that had no value."""
+    model = _Gained()
+    fn, params = psgrad.from_module(model, F.cross_entropy)
+    step, batch = compiled_norms(fn), batch_of(4)
+    check(step, params, batch)
+    with monkeypatch.context() as changed:
+        changed.setattr(model, "gain", 5.0, raising=False)
+        check(step, params, batch)
+    with monkeypatch.context() as changed:
+        changed.setattr(_Gained, "forward", lambda self, x: self.layer(x) * 7)
+        check(step, params, batch)
+    vars(model)["forward"] = lambda x: model.layer(x) * 9
+    check(step, params, batch)
+    del vars(model)["forward"]
+    hook = nn.modules.module.register_module_forward_hook(lambda module, given, found: found * 3)
+    try:
+        check(step, params, batch)
+    finally:
+        hook.remove()
+    check(step, params, batch)
+    assert step.cache_info()[:3] == (6, 0, 5)
+
+    w, x = torch.randn(3, dtype=D), torch.randn(4, 3, dtype=D)
+    _scaled.factor = 2.0  # type: ignore[attr-defined]
+    cached = functools.lru_cache(lambda w: _scaled(w))
+    step = compiled_norms(lambda w, x: (cached(w) * x).sum() + abs((w * x).sum()))
+    check(step, w, x)
+    monkeypatch.setitem(globals(), "abs", lambda t: t * 2)
+    check(step, w, x)
+    assert step.cache_info()[:3] == (2, 0, 2)
+
+
+def test_a_variable_that_gets_a_value_later() -> None:
+    def made() -> tuple[Any, Any]:
+        if os.environ.get("PSGRAD_NEVER"):
+            scale = 1.0
+
+        def fn(w: Tensor, x: Tensor) -> Tensor:
+            try:
+                return (w * x).sum() * scale
+            except NameError:
+                return (w * x).sum()
+
+        def set_scale(value: float) -> None:
+            nonlocal scale
+            scale = value
+
+        return fn, set_scale
+
+    fn, set_scale = made()
+    step, w, x = compiled_norms(fn), torch.randn(3, dtype=D), torch.randn(4, 3, dtype=D)
+    check(step, w, x)
+    set_scale(5.0)
+    check(step, w, x)
+    assert step.cache_info()[:3] == (2, 0, 2)
+
+
+class _Doubling(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return found * 2 if func in (torch.sin, Tensor.sin) else found
+
+
+def test_modes_of_the_caller() -> None:
+    step, w, x = compiled_norms(lambda w, x: (w * x.sin()).sum()), torch.randn(3, dtype=D), torch.randn(4, 3, dtype=D)
+    check(step, w, x)
+    with _Doubling():
+        check(step, w, x)
+    with torch.device("cpu"):  # a default device is a mode, too, and another graph
+        check(step, w, x)
+    assert step.cache_info()[:3] == (2, 0, 2)
+
+
+def test_results_may_be_written_to() -> None:
+    """A graph makes its results anew, those that are always the same too."""
+    params = {"w": torch.randn(3, dtype=D), "unused": torch.randn(2, dtype=D)}
+    x, fn = torch.randn(4, 3, dtype=D), lambda p, s: (p["w"] * s).sum()
+    for backend in ("replay", "inductor") if has_compiler() else ("replay",):
+        step = psgrad.compile(psgrad.per_sample_grads, fn, backend=backend)
+        for _ in range(2):
+            found = step(params, x)
+            assert_same(found, psgrad.per_sample_grads(fn, params, x))
+            optree.tree_map(lambda t: t.fill_(7.0), found)
+
+
+def test_eager_calls_stay_where_they_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+    seconds = {"eager": 1.0}
+
+    def least_seconds(contenders: Any, *_: Any) -> dict[str, float]:
+        asked.append(list(contenders))
+        for run in contenders.values():
+            run()
+        return {name: seconds[name] for name in contenders}
+
+    monkeypatch.setattr(recording, "_least_seconds", least_seconds)
+    monkeypatch.setattr(graphs, "missing_compiler", lambda: "there is none")
+    fn, params = psgrad.from_module(net(), F.cross_entropy)
+    for seconds["replay"], backend in ((1e-4, "replay"), (0.9, "replay"), (1.1, "eager")):
+        step = psgrad.compile(psgrad.clipped_grad, fn, max_norm=0.5)
+        for n in (8, 8, 7):
+            check(step, params, batch_of(n))
+        info = step.cache_info()
+        assert set(info.backends) == {backend}
+        assert (info.hits, info.misses) == ((0, 3) if backend == "eager" else (3, 0))
+    assert asked[:2] == [["replay"]] * 2  # a graph for 8 samples, from which one is left out
+    assert asked[-2:] == [["replay"], ["replay", "eager"]]
+
+
+def test_large_tensors_of_compiled_code_are_in_memory_that_is_kept() -> None:
+    if not has_compiler():
+        pytest.skip("no C++ compiler")
+    w, x = torch.randn(300, 300), torch.randn(4, 300)  # four gradients are 1.4 MB
+    fn = lambda w, x: (x @ w).tanh().sum()
+    step = psgrad.compile(psgrad.per_sample_grads, fn, backend="inductor")
+    step(w, x)
+    found = step(w, x)
+    torch.testing.assert_close(found, psgrad.per_sample_grads(fn, w, x))
+    place = found.data_ptr()
+    held, kept = found[1:], found.clone()
+    del found
+    other = step(w, 2 * x)
+    assert other.data_ptr() != place  # somebody holds a view
+    torch.testing.assert_close(held, kept[1:])
+    del other, held
+    places = {step(w, x).data_ptr() for _ in range(4)}
+    assert len(places) <= 2
+
+
+def test_a_tensor_in_a_list_in_one_graph() -> None:
+    held = [torch.tensor(2.0, dtype=D)]
+    step = psgrad.compile(psgrad.weighted_grad, lambda w, x: (w * x * held[0]).sum(), weights=torch.ones(4, dtype=D))
+    function = lambda w, x: step(w, x) * 2
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    w, x = torch.randn(3, dtype=D), torch.randn(4, 3, dtype=D)
+    for change in (lambda: None, lambda: held[0].mul_(3), lambda: held.__setitem__(0, torch.tensor(5.0, dtype=D))):
+        change()
+        torch.testing.assert_close(compiled(w, x), function(w, x))

@@ -233,7 +233,7 @@ class Lending(RuleBasedStateMachine):
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warm_memory, "_LEAST", 1)
+    monkeypatch.setattr(warm_memory, "LEAST", 1)
 
 
 MACHINE = settings(max_examples=30, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))

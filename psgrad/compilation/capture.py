@@ -37,7 +37,8 @@ class Capture:
         places = zip(around.dicts, around.keys, around.items, strict=True)
         cells = zip(around.cells, around.contents, strict=True)
         self.modules = [m for m in (*around.items, *around.contents) if isinstance(m, torch.nn.Module)]
-        self.dicts = [(home, key) for home, key, item in places if isinstance(item, Tensor)]
+        self.homes: list[tuple[Any, Any]] = [(home, key) for home, key, item in places if isinstance(item, Tensor)]
+        self.homes += [(home, i) for home in around.lists for i, item in enumerate(home) if isinstance(item, Tensor)]
         self.cells = [cell for cell, contents in cells if isinstance(contents, Tensor)]
 
         def captured(met: Sequence[Tensor], flags: Any, params: Any, batch: Any, args: Any, kwargs: Any) -> Any:
@@ -57,7 +58,7 @@ class Capture:
 
     def __call__(self, params: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Read by dynamo, never run by Python."""
-        met = [home[key] for home, key in self.dicts] + [cell.cell_contents for cell in self.cells]
+        met = [home[key] for home, key in self.homes] + [cell.cell_contents for cell in self.cells]
         flags = [module.training for module in self.modules]
         found = self.captured(met, flags, params, batch, args, kwargs)
         return found if self.record_type is None else self.record_type(*found)
@@ -65,8 +66,8 @@ class Capture:
     @contextlib.contextmanager
     def _holding(self, met: Sequence[Tensor]) -> Iterator[None]:
         """Inside, the places that `fn` reads hold these."""
-        homes, keys = [home for home, _ in self.dicts], [key for _, key in self.dicts]
-        before = [home[key] for home, key in self.dicts]
+        homes, keys = [home for home, _ in self.homes], [key for _, key in self.homes]
+        before = [home[key] for home, key in self.homes]
         contents = [cell.cell_contents for cell in self.cells]
         try:
             list(map(setitem, homes, keys, met))

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import optree
-import torch
 from torch import Tensor
 
 from ..engine.signals import Signal, Unrecordable
@@ -34,7 +33,8 @@ from ..quantities.sums import weighted_grad
 from ..torch_ import graphs, tracing
 from ..torch_.compiler import is_compiling, uncompiled
 from .capture import Capture, functions_among
-from .recording import Backend, Recording, facts_of, record, stride_of
+from .recording import Backend, Recording, record
+from .signature import Call, but_for_size, plain, signature_of, structure_of
 from .sizes import SIZINGS, padded_size
 from .surroundings import Surroundings
 
@@ -66,9 +66,10 @@ class CacheInfo(NamedTuple):
 
     Attributes:
         hits: calls that a graph has answered.
-        misses: calls that ran eagerly after all: an assumption did not hold, or there is no graph for them.
+        misses: calls that ran eagerly after all: an assumption did not hold, there is no graph for them, or the eager
+            call is faster.
         graphs: how many there are.
-        backends: of each graph, which backend runs it.
+        backends: of each graph, which backend runs it; then "eager" for each signature whose eager call was faster.
         seconds: spent on recording and compiling.
     """
 
@@ -104,8 +105,8 @@ def compile(
     - Batches of another size run on the next larger graph, filled up with copies of a sample that do not count;
       not those of `grad_stats`, `factored_grads`, or weights that are a function of the norms.
     - Dropout draws anew at every call, and repeats under `torch.manual_seed`.
-    - Python runs once: `print` in `fn` prints while it is recorded. Where `fn` draws from `random` or NumPy, or has
-      sizes that depend on values, it is not recorded but runs eagerly.
+    - Python runs while a graph is made, and not after: `print` in `fn` prints then. Where `fn` draws from `random` or
+      NumPy, or has sizes that depend on values, it is not recorded but runs eagerly.
     - What cannot be recorded (samples that part ways at a branch, a loop over samples) runs eagerly, with a
       `FallbackWarning` that says why.
 
@@ -115,7 +116,7 @@ def compile(
         fn: as for the quantity.
         backend: "replay" runs the graph op by op, without a compiler; "inductor" compiles it, which takes 3 to 50 s
             for each graph; "auto" does both where there is a compiler and the graph is not too large, measures, and
-            keeps the faster.
+            keeps the faster; where that is no faster than the eager call, calls stay eager.
         options: of the quantity, for every call; all but `out`, `progress`, `differentiable`, `group` and `sharded`.
 
     Returns:
@@ -156,14 +157,6 @@ def _refuse_options(options: dict[str, Any]) -> None:
 # ---- what is remembered ----------------------------------------------------------------------------------
 
 
-class _Call(NamedTuple):
-    """The arguments of a quantity but for its function."""
-
-    params: Any
-    batch: Any
-    options: dict[str, Any]
-
-
 class _Entry:
     """The graphs for calls of one signature, the one that was good last in front."""
 
@@ -171,6 +164,7 @@ class _Entry:
         self.graphs: list[Recording] = []
         self.strikes = 0  # calls in a row that no graph was good for
         self.given_up = False  # such calls run eagerly
+        self.stays_eager = False  # the eager call is faster than its graph
         self.size: int | None = None  # the batch is filled up to so many samples: graphs are those of that size
 
 
@@ -183,20 +177,14 @@ class _World:
         self.sizes: dict[Any, list[int]] = {}  # of batches that there are graphs for, by the signature but for the size
 
 
-def _known(leaf: Any) -> Any:
-    """What tells an option from others: True is not 1, and 0.0 not -0.0."""
-    return (type(leaf), repr(leaf) if isinstance(leaf, float) else leaf)
+class _Recent(NamedTuple):
+    """The last call that a graph was there for: of one like it nothing has to be worked out."""
 
-
-def _signature(call: _Call) -> tuple[list[Tensor], tuple[Any, ...]]:
-    """The tensors of a call, and what a graph takes for granted of its arguments."""
-    tree: Any = call
-    leaves, spec = optree.tree_flatten(tree, none_is_leaf=True)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    others: tuple[Any, ...] = ()
-    if len(tensors) != len(leaves):
-        others = tuple([None if isinstance(leaf, Tensor) else _known(leaf) for leaf in leaves])
-    return tensors, (spec, *map(facts_of, tensors), *map(stride_of, tensors), others)
+    world: _World
+    structure: tuple[Any, ...]
+    settings: tuple[Any, ...]
+    are_alike: Callable[..., bool]  # tensors, to those of that call
+    entry: _Entry
 
 
 # ---- the callable ----------------------------------------------------------------------------------------
@@ -206,31 +194,39 @@ class Compiled:
     """A quantity of a function, recorded at the first call; made by `psgrad.compile`."""
 
     def __init__(self, quantity: Callable[..., Any], fn: Callable[..., Any], backend: Backend, options: Any) -> None:
-        self.quantity, self.fn, self.backend, self.options = quantity, fn, backend, dict(options)
+        self.quantity, self.fn, self.backend, self._options = quantity, fn, backend, dict(options)
+        self._plain = plain(self._options)
         known = inspect.signature(quantity).parameters.values()
         self._names = [p.name for p in known if p.kind is p.POSITIONAL_OR_KEYWORD][3:]  # of arguments behind the batch
         self._check = getattr(fn, "psgrad_check", None)
         self._lock = threading.RLock()
-        self._functions = functions_among(self.options)  # such as weights
-        self._capture = Capture(quantity, fn, self.options)
-        self._can_be_captured = quantity in _IN_GRAPHS and not self.options.get("has_aux")
+        self._functions = functions_among(self._options)  # such as weights
+        self._capture = Capture(quantity, fn, self._options)
+        self._can_be_captured = quantity in _IN_GRAPHS and not self._options.get("has_aux")
         self.clear()
 
     def __repr__(self) -> str:
         name = getattr(self.fn, "__qualname__", repr(self.fn))
-        options = "".join(f", {key}={value!r}" for key, value in self.options.items())
+        options = "".join(f", {key}={value!r}" for key, value in self._options.items())
         return f"psgrad.compile({self.quantity.__name__}, {name}{options})"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of the quantity for every call: a copy."""
+        return dict(self._options)
 
     def cache_info(self) -> CacheInfo:
         """What has been done so far."""
-        made = [graph for world in self._worlds for entry in world.entries.values() for graph in entry.graphs]
-        backends = tuple(graph.backend for graph in made)
-        return CacheInfo(self._hits, self._misses, len(made), backends, self._seconds)
+        entries = [entry for world in self._worlds for entry in world.entries.values()]
+        made = [graph.backend for entry in entries for graph in entry.graphs]
+        eager = ["eager" for entry in entries if entry.stays_eager]
+        return CacheInfo(self._hits, self._misses, len(made), (*made, *eager), self._seconds)
 
     def clear(self) -> None:
         """Forget all graphs."""
         with self._lock:
             self._worlds: list[_World] = []
+            self._recent: _Recent | None = None
             self._hits = self._misses = 0
             self._changes = 0  # worlds made in a row, without a call that found one of them again
             self._seconds = 0.0
@@ -244,7 +240,7 @@ class Compiled:
 
     @uncompiled
     def _called(self, params: Any, batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        options = self.options
+        options = self._options
         if args or kwargs:
             _refuse_options(kwargs)
             if len(args) > len(self._names):  # Python's own words for it
@@ -253,9 +249,9 @@ class Compiled:
             options = {**options, **more}
             if functions_among(more):  # what they read is not watched
                 self._warn("a function is given at the call; give it to psgrad.compile")
-                return self._missed(_Call(params, batch, options))
-        call = _Call(params, batch, options)
-        if tracing.dispatch_modes() or is_nested():
+                return self._missed(Call(params, batch, options))
+        call = Call(params, batch, options)
+        if tracing.dispatch_modes() or is_nested() or tracing.has_function_modes():
             return self._eagerly(call)
         if self._check is not None:
             self._check(params)
@@ -265,14 +261,27 @@ class Compiled:
         if world.surroundings.refusal is not None:
             self._warn(world.surroundings.refusal)
             return self._missed(call)
-        tensors, signature = _signature(call)
-        try:
-            key = (*signature, graphs.settings())
-            entry = world.entries.get(key)
-        except TypeError:  # an option that has no hash
+        tensors, structure = structure_of(call, self._plain if options is self._options else plain(options))
+        settings, recent = graphs.settings(), self._recent
+        if (
+            recent is not None
+            and recent.world is world
+            and recent.structure == structure
+            and recent.settings == settings
+            and recent.are_alike(*tensors)
+        ):
+            entry = recent.entry
+        else:
+            key = signature_of(tensors, structure, settings)
+            try:
+                known = world.entries.get(key)
+            except TypeError:  # an option that has no hash
+                return self._missed(call)
+            entry = self._made(world, key, call) if known is None else known
+            if tensors and all(type(t) is Tensor for t in tensors):
+                self._recent = _Recent(world, structure, settings, graphs.likeness(tensors), entry)
+        if entry.stays_eager:
             return self._missed(call)
-        if entry is None:
-            entry = self._made(world, key, call)
         if entry.size is not None:
             return self._filled_up(world, entry, call)
         found = self._run(entry, tensors)
@@ -312,7 +321,7 @@ class Compiled:
                 return found
         return NotImplemented
 
-    def _finished(self, found: Any, call: _Call) -> Any:
+    def _finished(self, found: Any, call: Call) -> Any:
         """The result with what a graph cannot say: how many samples count, what a bound given as a tensor is."""
         has_aux = call.options.get("has_aux")
         step = found[0] if has_aux else found
@@ -327,14 +336,14 @@ class Compiled:
 
     # ---- calls that no graph is good for -----------------------------------------------------------------------
 
-    def _eagerly(self, call: _Call) -> Any:
+    def _eagerly(self, call: Call) -> Any:
         return self.quantity(self.fn, call.params, call.batch, **call.options)
 
-    def _missed(self, call: _Call) -> Any:
+    def _missed(self, call: Call) -> Any:
         self._misses += 1
         return self._eagerly(call)
 
-    def _failed(self, entry: _Entry, call: _Call) -> Any:
+    def _failed(self, entry: _Entry, call: Call) -> Any:
         """No graph was good for this call: it runs eagerly, and the next time there will be another graph."""
         entry.strikes += 1
         if entry.given_up or not entry.graphs:
@@ -355,7 +364,7 @@ class Compiled:
 
     # ---- new graphs --------------------------------------------------------------------------------------------
 
-    def _made(self, world: _World, key: Any, call: _Call) -> _Entry:
+    def _made(self, world: _World, key: Any, call: Call) -> _Entry:
         """The entry for a signature that has not been there before."""
         with self._lock:
             if key in world.entries:
@@ -365,7 +374,7 @@ class Compiled:
             n = None if sizing is None else sizing.samples(call.batch, call.options)
             if n is not None:
                 own = len(optree.tree_leaves(call.params))
-                sizes = world.sizes.setdefault(_but_for_size(key, n, own), [])
+                sizes = world.sizes.setdefault(but_for_size(key, n, own), [])
                 near = [size for size in sizes if n <= size <= 1.5 * n]
                 size = min(near, default=padded_size(n)) if sizes else n
                 if size not in sizes:
@@ -380,7 +389,7 @@ class Compiled:
             world.entries[key] = entry
             return entry
 
-    def _record(self, entry: _Entry, call: _Call) -> None:
+    def _record(self, entry: _Entry, call: Call) -> None:
         """Another graph for an entry, good for calls like this one; or a warning that says why there is none."""
         inspect.signature(self.quantity).bind(self.fn, call.params, call.batch, **call.options)  # or Python's TypeError
         try:
@@ -395,18 +404,22 @@ class Compiled:
                 raise
             self._warn(f"its ops cannot be recorded ({type(error).__name__}: {str(error).splitlines()[0][:200]})")
             return
-        entry.graphs.insert(0, made)
         self._seconds += made.seconds
+        if made.backend == "eager":
+            entry.stays_eager = True
+            entry.graphs.clear()
+        else:
+            entry.graphs.insert(0, made)
 
-    def _filled_up(self, world: _World, entry: _Entry, call: _Call) -> Any:
+    def _filled_up(self, world: _World, entry: _Entry, call: Call) -> Any:
         """The result by a graph for a larger batch, filled up with copies of a sample."""
         sizing, size = SIZINGS[self.quantity], entry.size
         n = sizing.samples(call.batch, call.options)
         assert n is not None
         assert size is not None
-        larger = _Call(call.params, *sizing.filled_up(call.batch, call.options, n, size))
-        tensors, signature = _signature(larger)
-        key = (*signature, graphs.settings())
+        larger = Call(call.params, *sizing.filled_up(call.batch, call.options, n, size))
+        tensors, structure = structure_of(larger, plain(larger.options))
+        key = signature_of(tensors, structure, graphs.settings())
         target = world.entries.get(key)
         if target is None:
             with self._lock:
@@ -417,20 +430,9 @@ class Compiled:
                     except PsgradError:  # words about sizes would be about the larger ones
                         return self._missed(call)
                     target.given_up = not target.graphs
+        entry.stays_eager = target.stays_eager
         found = self._run(target, tensors)
         if found is NotImplemented:
             target.strikes += 1
             return self._missed(call)
         return sizing.cut(self._finished(found, call), n, bool(call.options.get("has_aux")))
-
-
-def _but_for_size(key: tuple[Any, ...], n: int, own: int) -> Any:
-    """A signature in which batches of any size are alike: without strides, and but for the first `own` tensors, the
-    parameters, without axes of n in front."""
-    spec, *facts, others, settings = key
-    shapes = [fact for fact in facts if isinstance(fact[0] if fact else None, torch.Size)]
-    alike = [
-        (shape[1:], *rest) if i >= own and len(shape) and shape[0] == n else (shape, *rest)
-        for i, (shape, *rest) in enumerate(shapes)
-    ]
-    return spec, tuple(alike), others, settings

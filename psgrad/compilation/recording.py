@@ -4,10 +4,11 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce
 from itertools import count
 from math import inf
-from operator import attrgetter, methodcaller
+from operator import and_, attrgetter, methodcaller
 from typing import Any, Literal
 
 import optree
@@ -16,14 +17,16 @@ from torch import Tensor
 
 from ..engine.problem import generators, rewind
 from ..engine.signals import Unrecordable
-from ..factors import assumptions
+from ..factors import assumptions, warm_memory
 from ..quantities.factored import FactoredGrads
 from ..torch_ import graphs
 from ..torch_.autograd import full_precision, is_autocasting
 
 Backend = Literal["auto", "inductor", "replay"]
 LARGE = 2500  # ops; the compiler would be busy for minutes with more
-_TURNS, _MOST_TURNS, _SECONDS = 5, 200, 0.5  # how long two contenders take turns, at least and at most
+_TURNS, _MOST_TURNS, _SECONDS = 5, 200, 0.5  # how long contenders take turns, at least and at most
+_OVERHEAD = 5e-4  # seconds; eager calls take nearly as long for the smallest models, and are not weighed there
+_LEAD = {"inductor": 0.95}  # where it is close
 
 
 class Recording:
@@ -99,8 +102,7 @@ def record(quantity: Callable[..., Any], fn: Any, call: tuple[Any, ...], backend
                 result = result.to(tensors[0].device)  # gradients that are still to be pulled back are written out
         found, out_spec = optree.tree_flatten(result)
         shape.extend([out_spec, [None if isinstance(t, Tensor) else t for t in found], bool(conditions)])
-        holds = [torch.stack([c.to(conditions[0].device) for c in conditions]).all()] if conditions else []
-        return [t.detach() for t in found if isinstance(t, Tensor)] + holds
+        return [t.detach() for t in found if isinstance(t, Tensor)] + _all_of(conditions)
 
     with _Notice(f"psgrad.compile: {quantity.__name__}, recording and compiling"):
         draws, foreign = generators(tensors), _foreign_generators()
@@ -115,13 +117,26 @@ def record(quantity: Callable[..., Any], fn: Any, call: tuple[Any, ...], backend
         if why is not None:
             raise Unrecordable(why)
         ops = graphs.ops_of(graph)
-        runner, used = _ready(graph, [*tensors, *met], backend, draws)
+        params, batch, options = call
+        eagerly = partial(quantity, fn, params, batch, **options)
+        is_bounded = options.get("max_bytes") is not None
+        runner, used = _ready(graph, [*tensors, *met], backend, draws, eagerly, is_bounded)
         rewind(draws)
     out_spec, out_leaves, assumes = shape
     made = Recording(runner, used, met, out_spec, out_leaves)
     made.assumes, made.ops, made.seconds = assumes, ops, time.perf_counter() - started
     made.draws = has_drawn
     return made
+
+
+def _all_of(conditions: list[Tensor]) -> list[Tensor]:
+    """One boolean for all conditions, if there are any."""
+    if len(conditions) > _FEW:
+        return [torch.stack([c.to(conditions[0].device) for c in conditions]).all()]
+    return [reduce(and_, [c.to(conditions[0].device) for c in conditions])] if conditions else []
+
+
+_FEW = 4  # conditions that are one kernel when they are compiled; more are stacked, or replay has an op for each
 
 
 def _foreign_generators() -> Any:
@@ -135,36 +150,58 @@ def _of_numpy(numpy: Any) -> Any:
     return kind, key.tobytes(), rest
 
 
-def _ready(graph: Any, tensors: list[Tensor], backend: Backend, draws: Any) -> tuple[graphs.Runner, str]:
-    """A graph by a backend, and which it is."""
+def _ready(
+    graph: Any, tensors: list[Tensor], backend: Backend, draws: Any, eagerly: Callable[[], Any], is_bounded: bool
+) -> tuple[graphs.Runner, str]:
+    """A graph by a backend, and which it is; "eager" where the eager call is faster than any."""
     large = len(graph.graph.nodes) > LARGE
-    if backend == "replay" or large or (backend == "auto" and graphs.missing_compiler() is not None):
-        return graphs.replay(graph), "replay"
-    with full_precision(), torch.inference_mode(False), torch.no_grad():
-        compiled = graphs.compile_graph(graph, tensors)
-        if backend == "inductor":
-            return compiled, "inductor"
-        replayed = graphs.replay(graph)
-        is_faster = _best_of(compiled, replayed, tensors, draws) is compiled
-    return (compiled, "inductor") if is_faster else (replayed, "replay")
+    can_compile = not large and (backend == "inductor" or graphs.missing_compiler() is None)
+    runners: dict[str, graphs.Runner] = {}
+    if backend != "replay" and can_compile:
+        warm = not is_bounded and graphs.largest(graph) >= warm_memory.LEAST
+        with full_precision(), torch.inference_mode(False), torch.no_grad():
+            compiled = graphs.compile_graph(graph, tensors, warm_memory.empty_strided if warm else None)
+        runners["inductor"] = _in_warm_memory(compiled) if warm else compiled
+    if backend != "inductor" or not can_compile:
+        runners["replay"] = graphs.replay(graph)
+    if backend != "auto":
+        return next((runner, name) for name, runner in runners.items())
+    turns = {name: partial(_run, runner, tensors) for name, runner in runners.items()}
+    seconds = _least_seconds(turns, draws, tensors[0].device)
+    best = min(seconds, key=lambda name: _LEAD.get(name, 1.0) * seconds[name])
+    if seconds[best] > _OVERHEAD:
+        seconds = _least_seconds({best: turns[best], "eager": eagerly}, draws, tensors[0].device)
+        if seconds["eager"] < seconds[best]:
+            return runners[best], "eager"
+    return runners[best], best
 
 
-def _best_of(a: graphs.Runner, b: graphs.Runner, tensors: list[Tensor], draws: Any) -> graphs.Runner:
-    """The faster of two graphs, by the least time of turns that they take; the first one where it is close."""
-    best = {a: inf, b: inf}
+def _in_warm_memory(runner: graphs.Runner) -> graphs.Runner:
+    """A graph whose large tensors are in memory that we keep."""
+
+    def run(*tensors: Tensor) -> Sequence[Tensor]:
+        with warm_memory.Call(bounded=False):
+            return runner(*tensors)
+
+    return run
+
+
+def _least_seconds(contenders: Mapping[str, Callable[[], Any]], draws: Any, device: torch.device) -> dict[str, float]:
+    """The least time of each, of turns that they take."""
+    best = dict.fromkeys(contenders, inf)
     began = time.perf_counter()
     for turn in count():
-        for runner in (a, b):
+        for name, run in contenders.items():
             rewind(draws)
             started = time.perf_counter()
-            runner(*tensors)
-            if tensors[0].device.type != "cpu":
+            run()
+            if device.type != "cpu":
                 torch.accelerator.synchronize()
             if turn:  # the first warms up
-                best[runner] = min(best[runner], time.perf_counter() - started)
+                best[name] = min(best[name], time.perf_counter() - started)
         if turn >= _TURNS and (time.perf_counter() - began > _SECONDS or turn >= _MOST_TURNS):
-            break
-    return a if best[a] <= 1.05 * best[b] else b
+            return best
+    raise AssertionError("please report this")
 
 
 class _Notice:

@@ -13,12 +13,14 @@ import sys
 import types
 from array import array
 from collections import deque
-from collections.abc import Iterator
-from operator import attrgetter, is_
+from collections.abc import Iterator, Mapping
+from operator import attrgetter, eq, is_
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..torch_.modules import HOOKS_OF_ALL_MODULES
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _STOPS = (*_PLAIN, Tensor)  # nothing to be found inside
@@ -35,6 +37,7 @@ _LONG = 1024  # a list with more items is data
 _MANY = 4096  # places; what has more is a library of its own
 
 _contents = attrgetter("cell_contents")
+_member = types.MappingProxyType.get
 
 
 class Surroundings:
@@ -47,16 +50,23 @@ class Surroundings:
         self.items: list[Any] = []
         self.cells: list[types.CellType] = []
         self.contents: list[Any] = []
+        self.vacant: list[types.CellType] = []  # of variables that have no value yet
         self.lists: list[list[Any]] = []
         self.copies: list[list[Any]] = []
-        self.objects: list[Any] = []  # attributes that no dict holds: of classes, functions, slots
+        self.classes: list[types.MappingProxyType[str, Any]] = []  # what they hold
+        self.members: list[str] = []
+        self.values: list[Any] = []
+        self.objects: list[Any] = []  # attributes that no dict holds: of functions, modules of Python, slots
         self.names: list[str] = []
         self.attributes: list[Any] = []
-        self.sized: list[dict[Any, Any]] = []
-        self.frozen: list[tuple[Any, Any]] = []  # sets and small arrays, and what was in them
+        self.sized: list[Mapping[Any, Any]] = []
+        self.sets: list[set[Any]] = []
+        self.elements: list[frozenset[Any]] = []
+        self.frozen: list[tuple[Any, Any]] = []  # queues and small arrays, and what was in them
         self.refusal: str | None = None  # why a function that reads this cannot be recorded
         self._read: set[str] = set()  # names that some function's code mentions
         self._seen: set[int] = set()
+        self._known: set[tuple[int, str]] = set()  # attributes that have a place
         self._look(fn, 0)
         self.sizes = list(map(len, self.sized))
 
@@ -65,9 +75,12 @@ class Surroundings:
         return (
             all(map(is_, map(dict.get, self.dicts, self.keys), self.items))
             and all(map(is_, map(_contents, self.cells), self.contents))
+            and all(map(is_, map(_member, self.classes, self.members), self.values))
             and all(map(is_, map(_attribute, self.objects, self.names), self.attributes))
             and list(map(len, self.sized)) == self.sizes
+            and not (self.vacant and any(map(_has_contents, self.vacant)))
             and not (self.lists and self._changed_list())
+            and all(map(eq, self.sets, self.elements))
             and not (self.frozen and self._thawed())
         ) or self.changed() is None
 
@@ -81,18 +94,24 @@ class Surroundings:
             if not _is_same(now := _contents(cell), before):
                 return f"a variable of type {type(now).__name__} that it closes over"
             self.contents[i] = now
+        if any(map(_has_contents, self.vacant)):
+            return "a variable that had no value"
+        for i, (space, name, before) in enumerate(zip(self.classes, self.members, self.values, strict=True)):
+            if not _is_same(now := space.get(name), before):
+                return f"{name!r} of a class"
+            self.values[i] = now
         for i, (home, name, before) in enumerate(zip(self.objects, self.names, self.attributes, strict=True)):
             if not _is_same(now := _attribute(home, name), before):
                 return f"{name!r} of {getattr(home, '__name__', type(home).__name__)}"
             self.attributes[i] = now
         if list(map(len, self.sized)) != self.sizes:
-            return "a dict that has grown or shrunk"
-        if self._thawed():
+            return "a dict, a module or a class that has grown or shrunk"
+        if self._thawed() or not all(map(eq, self.sets, self.elements)):
             return "a set or an array"
         return "a list" if self._changed_list() else None
 
     def _thawed(self) -> bool:
-        """Whether a set or an array has other contents."""
+        """Whether a queue or an array has other contents."""
         return any(_contents_of(value) != before for value, before in self.frozen)
 
     def _changed_list(self) -> bool:
@@ -113,11 +132,18 @@ class Surroundings:
 
     def _attribute(self, home: Any, name: str, depth: int) -> None:
         value = _attribute(home, name)
-        if len(self.objects) < _MANY and value is not _NOTHING:
+        if value is _NOTHING or len(self._known) >= _MANY or (id(home), name) in self._known:
+            return
+        self._known.add((id(home), name))
+        if isinstance(home, type):
+            self.classes.append(vars(home))
+            self.members.append(name)
+            self.values.append(value)
+        else:
             self.objects.append(home)
             self.names.append(name)
             self.attributes.append(value)
-            self._look(value, depth + 1)
+        self._look(value, depth + 1)
 
     def _look(self, value: Any, depth: int) -> None:
         """Find the places inside `value`."""
@@ -164,7 +190,8 @@ class Surroundings:
         for cell in function.__closure__ or ():
             try:
                 value = _contents(cell)
-            except ValueError:  # nothing is in it yet
+            except ValueError:
+                self.vacant.append(cell)
                 continue
             self.cells.append(cell)
             self.contents.append(value)
@@ -174,20 +201,20 @@ class Surroundings:
         for name in ("__code__", "__defaults__", "__kwdefaults__"):
             self._attribute(function, name, depth)
         scope = function.__globals__
-        for name in dict.fromkeys(_names(function.__code__)):
-            if name in scope:
-                self._place(scope, name, scope[name], depth)
+        for name in dict.fromkeys(_names(function.__code__)):  # what is not there may come, in front of a builtin too
+            self._place(scope, name, scope.get(name), depth)
 
     def _look_at_namespace(self, home: Any, depth: int) -> None:
         """What a module of Python, or a class, has under names that the functions so far mention."""
         if not _is_fixed(home.__name__ if isinstance(home, types.ModuleType) else home.__module__):
             self._seen.discard(id(home))  # a function that comes later may mention other names
             for name in sorted(self._read & vars(home).keys()):
-                if not any(h is home and n == name for h, n in zip(self.objects, self.names, strict=True)):
-                    self._attribute(home, name, depth)
+                self._attribute(home, name, depth)
 
     def _look_at_module(self, module: torch.nn.Module, depth: int) -> None:
         home = vars(module)
+        self.sized.append(home)  # what an instance gets hides what its class has
+        self._look_at_all(HOOKS_OF_ALL_MODULES, depth)
         for key, value in list(home.items()):
             if key.startswith("_") and isinstance(value, dict):  # torch's own: parameters, buffers, modules, hooks
                 self._look(value, depth + 1)
@@ -199,7 +226,11 @@ class Surroundings:
         """The methods of a class, which the instance's own code may call, and the attributes that these mention."""
         own = [each for each in kind.__mro__ if not _is_fixed(each.__module__)]
         for each in own:
-            self._look_at_all([v for v in vars(each).values() if isinstance(v, _METHODS)], depth)
+            if (id(each), "") not in self._known:
+                self._known.add((id(each), ""))
+                self.sized.append(vars(each))
+            for name in [name for name, v in vars(each).items() if isinstance(v, _METHODS)]:
+                self._attribute(each, name, depth)
         for each in own:
             self._look_at_namespace(each, depth)
 
@@ -210,8 +241,13 @@ class Surroundings:
             self._look_at_all((value.func, value.args, value.kwds), depth)
         elif isinstance(value, (random.Random, Iterator)) or _is_numpys_generator(value):
             self.refusal = f"fn reads a {type(value).__name__}, which gives something else every time"
+        elif isinstance(value, set):
+            self.sets.append(value)
+            self.elements.append(frozenset(value))
         elif _contents_of(value) is not _NOTHING:
             self.frozen.append((value, _contents_of(value)))
+        elif type(value).__module__ == "functools":  # a function behind a cache
+            self._look(getattr(value, "__wrapped__", None), depth + 1)
         elif not _is_fixed(type(value).__module__):
             home = getattr(value, "__dict__", {})
             if home:
@@ -221,6 +257,14 @@ class Surroundings:
             for name in [n for kind in type(value).__mro__ for n in _slots(kind)]:
                 self._attribute(value, name, depth)
             self._look_at_class(type(value), depth)
+
+
+def _has_contents(cell: types.CellType) -> bool:
+    try:
+        _contents(cell)
+    except ValueError:
+        return False
+    return True
 
 
 _NOTHING: Any = object()
@@ -238,9 +282,7 @@ def _slots(kind: type) -> Any:
 
 
 def _contents_of(value: Any) -> Any:
-    """What is in a set, a queue or a small array, to be compared; `_NOTHING` for others."""
-    if isinstance(value, set):
-        return frozenset(value)
+    """What is in a queue or a small array, to be compared; `_NOTHING` for others."""
     if isinstance(value, deque):
         return tuple(map(id, value))
     if isinstance(value, (bytearray, array)):

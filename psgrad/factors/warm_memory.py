@@ -30,11 +30,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..torch_ import graphs
 from . import huge_pages
 
 MOST = 2 << 30  # bytes that a thread keeps at most
 RECENT = 8  # calls: what none of so many has used is given back
-_LEAST = 1 << 20  # bytes of a block: a loan takes 4 us more than malloc, which keeps smaller ones by itself
+LEAST = 1 << 20  # bytes of a block: a loan takes 4 us more than malloc, which keeps smaller ones by itself
 _SLACK = 1.25  # how much larger than asked a block may be: batches differ a little in size
 
 
@@ -177,7 +178,7 @@ class Call:
 
 def is_lent(shape: Sequence[int], like: Tensor) -> bool:
     """Whether `empty` lends memory for this."""
-    if prod(shape) * like.element_size() < _LEAST or _OWN.pool.bounded_calls:
+    if prod(shape) * like.element_size() < LEAST or _OWN.pool.bounded_calls:
         return False
     return huge_pages.can_map(like) and _torch_holds_memory()
 
@@ -202,6 +203,19 @@ def empty(shape: Sequence[int], like: Tensor) -> Tensor:
         return huge_pages.empty(shape, like)
     view = _OWN.pool.lend(prod(shape) * like.element_size())
     return like.new_empty(shape) if view is None else huge_pages.tensor_on(view, shape, like)
+
+
+def empty_strided(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """`torch.empty_strided` on the CPU for compiled code, in memory that was used before where it is large."""
+    numbers = prod(shape)
+    if numbers * dtype.itemsize < LEAST or numbers != 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)):
+        return graphs.empty_strided(shape, strides, dtype)
+    return graphs.reinterpreted(empty((numbers,), _like(dtype)), shape, strides)
+
+
+@cache
+def _like(dtype: torch.dtype) -> Tensor:
+    return torch.empty(0, dtype=dtype)
 
 
 _SHOWN = (32 << 20) - (64 << 10)  # bytes of the largest block from which malloc learns, nearly

@@ -8,12 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import guards
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from . import versions
 
 Graph = torch.fx.GraphModule
 Runner = Callable[..., Sequence[Tensor]]  # a graph at work: tensors in, tensors out
+Allocator = Callable[[Sequence[int], Sequence[int], torch.dtype], Tensor]  # from shape, strides and dtype
+_guards: Any = guards  # whose types are not all declared
+empty_strided: Allocator = _guards._empty_strided_cpu  # as compiled code has it
 
 
 def record(
@@ -85,6 +89,12 @@ def ops_of(graph: Graph) -> list[str]:
     return [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
 
 
+def largest(graph: Graph) -> int:
+    """The bytes of the largest tensor that a graph makes."""
+    made = [node.meta.get("val") for node in graph.graph.nodes if node.op == "call_function"]
+    return max((t.numel() * t.element_size() for t in made if isinstance(t, Tensor)), default=0)
+
+
 def replay(graph: Graph) -> Runner:
     """The ops of a graph, one after the other, from one Python function."""
     for node in list(graph.graph.nodes):
@@ -96,14 +106,16 @@ def replay(graph: Graph) -> Runner:
     return forward  # type: ignore[no-any-return]
 
 
-def compile_graph(graph: Graph, inputs: Sequence[Tensor]) -> Runner:
+def compile_graph(graph: Graph, inputs: Sequence[Tensor], empty: Allocator | None = None) -> Runner:
     """A graph through torch's compiler, called directly: torch.compile's guards would cost more than a small graph.
 
-    Random numbers are drawn by torch's own ops, so that a seed gives what it gives without a compiler.
+    Random numbers are drawn by torch's own ops, so that a seed gives what it gives without a compiler. `empty` gives
+    the memory for what the compiled code writes, in place of malloc.
     """
     _load_compiler()
+    from torch._functorch import config as aot_config
     from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     copy = Graph(torch.nn.Module(), torch.fx.Graph())
     output = copy.graph.graph_copy(graph.graph, {})
@@ -111,9 +123,52 @@ def compile_graph(graph: Graph, inputs: Sequence[Tensor]) -> Runner:
     for node in copy.graph.nodes:
         node.meta = {}
     copy.recompile()
-    with config.patch(fallback_random=True):
-        run: Any = compile_fx(copy, [t.detach() for t in inputs])
-    return run  # type: ignore[no-any-return]
+    inside: list[Any] = []
+
+    def compile_inside(*args: Any, **options: Any) -> Any:
+        made: Any = compile_fx_inner(*args, **options)
+        inside.append(made.current_callable if _is_whole(len(inputs)) else None)
+        return made
+
+    with (
+        config.patch({"fallback_random": True, "cpp.min_chunk_size": _CHUNK}),
+        aot_config.patch(enable_autograd_cache=False),  # it would hand out what is around the compiled code as well
+    ):
+        run: Any = compile_fx(copy, [t.detach() for t in inputs], inner_compile=compile_inside)
+    call = inside[0] if len(inside) == 1 else None
+    if call is None:
+        return run  # type: ignore[no-any-return]
+    scope = getattr(call, "__globals__", {})
+    if empty is not None and _ALLOCATES in scope:
+        scope[_ALLOCATES] = empty
+    return lambda *tensors: call(list(tensors))
+
+
+_CHUNK = 4096  # numbers that a thread is woken for, at least
+_ALLOCATES = "empty_strided_cpu"  # what compiled code calls its allocator
+
+
+def _is_whole(inputs: int) -> bool:
+    """Whether the code that is being compiled does all of a graph's work: nothing is written to inputs, and no output
+    is an input, or shares memory with one or with another output, which would be seen to around the code."""
+    from torch._functorch._aot_autograd.schemas import OutputType
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    facts: Any = None if context is None else context.fw_metadata
+    return (
+        facts is not None
+        and len(facts.input_info) == inputs
+        and not facts.num_mutated_inp_runtime_indices
+        and not facts.tokens
+        and not facts.is_rng_op_functionalized
+        and all(output.output_type is OutputType.non_alias for output in facts.output_info)
+    )
+
+
+def reinterpreted(t: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
+    """The memory of `t` with another shape, as nobody's view."""
+    return _guards._reinterpret_tensor(t, shape, strides, 0)  # type: ignore[no-any-return]
 
 
 @cache
@@ -137,6 +192,14 @@ def missing_compiler() -> str | None:
     return None if shutil.which(found) else f"torch's C++ compiler {found!r} is not there"
 
 
+def likeness(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """A function that says whether other tensors, as many, have the types, dtypes, devices, shapes, strides and
+    requires_grad of these, and whether inference mode and autocast are as they are now: one call of C++."""
+    sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+    made = _guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    return made.check  # type: ignore[no-any-return]
+
+
 def settings() -> tuple[Any, ...]:
     """What besides its inputs decides which ops a function runs: settings of torch, as far as they are cheap to ask."""
     return (
@@ -146,6 +209,7 @@ def settings() -> tuple[Any, ...]:
         ),
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
+        torch._C._len_torch_function_stack() and torch.get_default_device(),
     )
 
 

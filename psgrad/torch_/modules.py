@@ -24,6 +24,13 @@ def buffers_of(module: torch.nn.Module) -> Home:
 gradient_hooks_of: Callable[[torch.Tensor], Any] = attrgetter("_backward_hooks")  # registered on a tensor's gradient
 
 
+# Hooks that are called for every module there is.
+HOOKS_OF_ALL_MODULES: Sequence[Home] = [
+    getattr(torch.nn.modules.module, f"_global_{kind}")
+    for kind in ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+]
+
+
 def reachable_modules(roots: Sequence[Any]) -> Iterator[torch.nn.Module]:
     """The modules that functions can reach: their own, their arguments', what they close over or name."""
     todo, seen = list(roots), dict[int, Any]()

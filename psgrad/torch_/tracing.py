@@ -15,6 +15,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode as FakeTensorMode,
 )
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 NO_VALUES = (DataDependentOutputException, DynamicOutputShapeException)  # a fake tensor is asked for what it has not
@@ -73,3 +75,10 @@ def is_faking() -> bool:
 
 # How many modes see every op that torch dispatches: tracers, meters, fake tensors.
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+def has_function_modes() -> bool:
+    """Whether a mode of the caller's sees every function of torch; that of a default device does not count."""
+    if not torch._C._len_torch_function_stack():
+        return False
+    return not all(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())

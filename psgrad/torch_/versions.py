@@ -21,10 +21,12 @@ PRIVATE: Mapping[str, str] = {  # names by their module; of alternatives (a|b) o
     "torch._C": (
         "DisableTorchFunction TensorBase _TorchDispatchModeKey.FAKE _TorchDispatchModeKey.PROXY _get_dispatch_mode "
         "_is_any_autocast_enabled _is_torch_function_mode_enabled _jit_resolve_packet _len_torch_dispatch_stack "
+        "_len_torch_function_stack "
         "_dispatch_has_kernel_for_dispatch_key "
         "_autograd._top_saved_tensors_default_hooks _nn.cross_entropy_loss _nn.pad_sequence"
     ),
     "torch._C._dynamo.eval_frame": "_FrameAction.SKIP _FrameExecStrategy set_code_exec_strategy",
+    "torch._C._dynamo.guards": "TensorGuards _empty_strided_cpu _reinterpret_tensor",
     "torch._C._functorch": (
         "TransformType.Grad TransformType.Jvp TransformType.Vmap _add_batch_dim _unwrap_batched _unwrap_for_grad "
         "_vmap_decrement_nesting _vmap_increment_nesting _wrap_for_grad get_interpreter_stack get_unwrapped "
@@ -42,12 +44,20 @@ PRIVATE: Mapping[str, str] = {  # names by their module; of alternatives (a|b) o
     "torch.autograd.forward_ad": "_set_fwd_grad_enabled",
     "torch.autograd.function": "_SingleLevelFunction",
     "torch.fx.experimental.proxy_tensor": "disable_proxy_modes_tracing",
+    "torch.nn.modules.module": (
+        "_global_backward_hooks _global_backward_pre_hooks _global_forward_hooks _global_forward_pre_hooks"
+    ),
+    "torch.overrides": "_get_current_function_mode_stack",
+    "torch.utils._device": "DeviceContext",
     "torch.utils._python_dispatch": "TorchDispatchMode",
     "torch.utils.checkpoint": "_CheckpointFrame _CheckpointFrame.save_inputs|_NoopSaveInputs",
 }
 
 COMPILER: Mapping[str, str] = {  # the same of torch's compiler, which takes a second to load: checked when it is used
-    "torch._inductor.compile_fx": "compile_fx",
+    "torch._functorch.config": "enable_autograd_cache patch",
+    "torch._functorch._aot_autograd.schemas": "OutputType.non_alias",
+    "torch._guards": "TracingContext.try_get",
+    "torch._inductor.compile_fx": "compile_fx compile_fx_inner",
     "torch._inductor": "config",
     "torch._inductor.cpp_builder": "get_cpp_compiler",
     "torch._dynamo": "nonstrict_trace",
