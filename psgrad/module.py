@@ -182,12 +182,14 @@ def _pair(sample: Any) -> tuple[Any, Any]:
             f"a sample of from_module's fn must be (inputs, target), but is a {type(sample).__name__}\n"
             "  give batch=(inputs, targets); inputs may be a tensor, a tuple or a dict."
         )
+    inputs, target = sample
     with without_modes():  # modes need not see it: 15 us
-        return _of_one(sample[0]), _of_one(sample[1])
+        return (
+            inputs.unsqueeze(0) if isinstance(inputs, Tensor) else _of_one(inputs),
+            target.unsqueeze(0) if isinstance(target, Tensor) else _of_one(target),
+        )
 
 
 def _of_one(tree: Any) -> Any:
-    """One sample's tensors as a batch of one."""
-    if isinstance(tree, Tensor):
-        return tree.unsqueeze(0)
+    """The tensors of a tree as a batch of one."""
     return optree.tree_map(lambda t: t.unsqueeze(0) if isinstance(t, Tensor) else t, tree)

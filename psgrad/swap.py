@@ -8,9 +8,10 @@ place of a parameter, and a small net takes a third of the time.
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from itertools import repeat
-from operator import is_, is_not
+from operator import is_, is_not, setitem
 from typing import Any
 
 import torch
@@ -67,15 +68,6 @@ class Slots:
                 raise _hooked(name)
         return {name: p.detach() for name, p in trainable}
 
-    def there(self) -> list[Any]:
-        """What the slots hold now; None where the model has none any more."""
-        return list(map(dict.get, self.homes, self.keys))
-
-    def put(self, values: Iterable[Any]) -> None:
-        """Let the slots hold these."""
-        for home, key, value in zip(self.homes, self.keys, values, strict=True):
-            home[key] = value
-
 
 class Given:
     """The parameters that `from_module` handed out, beside the model's own whose memory they share."""
@@ -115,7 +107,7 @@ class Swap:
     def __enter__(self) -> None:
         slots, held = self.slots, HELD
         slots.lock.acquire()
-        self.there = there = slots.there()
+        self.there = there = list(map(dict.get, slots.homes, slots.keys))  # None where the model has none any more
         if not all(map(is_, there, slots.parameters)) and (name := self._replaced()) is not None:
             slots.lock.release()
             raise ArgumentError(
@@ -127,41 +119,37 @@ class Swap:
         self.given = given = list(map(self.params.get, slots.names))
         self.beside: list[tuple[Home, str, Any]] = []  # what was there in other places
         try:
-            if all(map(is_not, given, repeat(None))):
-                slots.put(given)
-            else:
-                pairs = zip(given, slots.parameters, strict=True)
-                slots.put([p.detach() if t is None else t for t, p in pairs])
+            values = given
+            if not all(map(is_not, given, repeat(None))):
+                values = [p.detach() if t is None else t for t, p in zip(given, slots.parameters, strict=True)]
+            deque(map(setitem, slots.homes, slots.keys, values), 0)
             if slots.caches or slots.buffered:
                 self._copy_beside()
-        except BaseException:
-            self._restore()
+        except BaseException as error:
+            self.__exit__(error)
             raise
         if held.record is not None:
             held.record.append(self)
 
     def __exit__(self, error: object, *_: object) -> None:
-        lost = self._restore()
-        if error is not None:
-            return
-        if lost:
-            raise self._lost()
-        if not self.slots.has_run:
-            self.slots.has_run = True
-            _warn_of_kept(self.model)
-
-    def _restore(self) -> bool:
-        """The model holds its own again. Returns whether a parameter was not where it was put."""
+        """The model holds its own again. Raises where a parameter is not where it was put."""
         slots, held = self.slots, HELD
-        self.missing = missing = [] if all(map(is_, slots.there(), self.given)) else self._missing()
-        slots.put(self.there)
+        whole = all(map(is_, map(dict.get, slots.homes, slots.keys), self.given))
+        self.missing = [] if whole else self._missing()
+        deque(map(setitem, slots.homes, slots.keys, self.there), 0)
         if self.beside:
             for home, key, there in reversed(self.beside):  # two modules may share a home
                 home[key] = there
         held.holdings.pop()
         held.locks.pop()
         slots.lock.release()
-        return bool(missing)
+        if error is not None:
+            return
+        if self.missing:
+            raise self._lost()
+        if not slots.has_run:
+            slots.has_run = True
+            _warn_of_kept(self.model)
 
     def _missing(self) -> list[str]:
         """The names of parameters that are not where they were put."""

@@ -147,7 +147,7 @@ class Lending(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         pool().__init__()  # type: ignore[misc]
-        pool().begin()
+        warm_memory.begin(bounded=False)
 
     def take(self, rows: int, how: list[str]) -> None:
         t = lent(rows, 64)
@@ -198,13 +198,13 @@ class Lending(RuleBasedStateMachine):
 
     @rule()
     def call(self) -> None:
-        with warm_memory.Call(bounded=False):
-            pass
+        warm_memory.begin(bounded=False)
 
     @rule()
     def bounded_call(self) -> None:
-        with warm_memory.Call(bounded=True):
-            self.take(32, ["itself"])
+        warm_memory.begin(bounded=True)
+        self.take(32, ["itself"])
+        warm_memory.end()
         assert kept() == 0
 
     @rule()
@@ -247,7 +247,7 @@ def test_what_somebody_holds_never_changes() -> None:
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("how", HOLDERS)
 def test_each_way_of_holding_keeps_the_memory_and_no_longer(how: str) -> None:
-    pool().begin()
+    warm_memory.begin(bounded=False)
     make, read = HOLDERS[how]
     t = lent(32, 64).fill_(7)
     place = t.data_ptr()
@@ -279,7 +279,7 @@ def test_many_threads_at_once() -> None:
                     psgrad.empty_cache()
                     gc.collect()
                 if i % 7 == 0:
-                    pool().begin()
+                    warm_memory.begin(bounded=False)
                 del t
                 other = lent(16 + (seed + i) % 8, 64).fill_(-1)
                 if not (array == 1000 * seed + i).all():
@@ -303,7 +303,7 @@ def test_many_threads_at_once() -> None:
 
 def test_a_collection_in_the_middle_of_a_loan_does_no_harm(small_blocks: None) -> None:
     """Garbage that is found while a block is being lent comes back, and is lent next."""
-    pool().begin()
+    warm_memory.begin(bounded=False)
     before = gc.get_threshold()
     gc.set_threshold(1)
     held: list[tuple[int, Tensor]] = []
@@ -318,7 +318,7 @@ def test_a_collection_in_the_middle_of_a_loan_does_no_harm(small_blocks: None) -
 
 
 def test_a_forked_process_has_memory_of_its_own(small_blocks: None) -> None:
-    pool().begin()
+    warm_memory.begin(bounded=False)
     held, dropped = lent(32, 64).fill_(1), lent(32, 64)
     place = dropped.data_ptr()
     del dropped

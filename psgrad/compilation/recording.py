@@ -180,8 +180,8 @@ def _in_warm_memory(runner: graphs.Runner) -> graphs.Runner:
     """A graph whose large tensors are in memory that we keep."""
 
     def run(*tensors: Tensor) -> Sequence[Tensor]:
-        with warm_memory.Call(bounded=False):
-            return runner(*tensors)
+        warm_memory.begin(bounded=False)
+        return runner(*tensors)
 
     return run
 

@@ -197,9 +197,10 @@ def _backward(losses: Tensor, mode: Mode, seed: Tensor | None, keep_graph: bool 
                 raise RuntimeError("as_strided of a parameter has no gradient per sample")
             collector.add_dense(source, grad)
             mode.record_unseen(source)
-    derived = [source for source in mode.sources[mode.roots :] if collector.has(source)]
-    if derived:
-        collector.pull(derived, mode.sources[: mode.roots])
+    if len(mode.sources) > mode.roots:
+        derived = [source for source in mode.sources[mode.roots :] if collector.has(source)]
+        if derived:
+            collector.pull(derived, mode.sources[: mode.roots])
     # a rule that runs as a Function hands its factors to the collector and nothing to autograd
     for g in reversed(found):
         if g is not None:

@@ -122,7 +122,8 @@ class DenseCollector(Collector):
         written, buffer = self.grads.get(index), None if self.buffers is None else self._buffer(index)
         if written is None and (param.value is source.value or param.whole):
             shape = (self.n, *source.value.shape)
-            grads = factor.dense(_room(factor, shape, source.value) if buffer is None else buffer)
+            room = buffer if buffer is not None or factor.is_written else _room(factor, shape, source.value)
+            grads = factor.dense(room)
             if buffer is None and not (grads.shape == shape and grads.dtype == dtype and grads.is_contiguous()):
                 if grads.numel() != prod(shape):
                     raise ArgumentError(
@@ -183,7 +184,7 @@ def placement(param: Param, factor: Factor) -> Placement:
 
 def _room(factor: Factor, shape: tuple[int, ...], like: Tensor) -> Tensor | None:
     """Memory for a factor's gradients where they are many; None: `dense` finds some itself."""
-    if factor.is_written or not warm_memory.is_lent(shape, like):  # as in small calls
+    if not warm_memory.is_lent(shape, like):  # as in small calls
         return None
     return warm_memory.empty(shape, like) if factor.fills_out and shape[1:] == tuple(factor.shape) else None
 
@@ -201,7 +202,7 @@ class FactorCollector(Collector):
 
     def add(self, param: Param, factor: Factor, use: object = None) -> None:
         """Keep a factor in the form that takes less memory."""
-        term = placement(param, factor)
+        term = Placement(None, factor) if param.value is param.source.value else placement(param, factor)
         region, factor = term
         held, dense = factor.bytes()
         if not factor.is_written and costs.keeps_dense(held, dense):

@@ -47,7 +47,7 @@ class Draws:
 
     def __init__(self, params: Sequence[Tensor], randomness: str) -> None:
         self.params = params
-        self.watches = randomness == "different" and (are_for_others() or not dispatch_modes())
+        self.watches = randomness == "different" and (not dispatch_modes() or are_for_others())
         self.seedings = seedings() if self.watches else None
         self.elsewhere: dict[torch.device, Tensor] = {}
         if self.watches and not all(map(_is_cpu, params)):

@@ -44,33 +44,31 @@ R = TypeVar("R")
 Make = Callable[[Problem], C]  # a collector for the samples of a problem
 
 
-def differentiating(problem: Problem | None = None) -> contextlib.AbstractContextManager[Any]:
+class differentiating:  # noqa: N801, it reads as torch.no_grad() does
     """Gradients work inside, whatever the caller has switched off.
 
     A caller who gives `problem` answers it inside: if then no parameter had a gradient, a warning says so.
     """
-    answering = contextlib.nullcontext() if problem is None else _Answering(problem)
-    if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-        return answering
-    stack = contextlib.ExitStack()
-    stack.enter_context(torch.inference_mode(False))
-    stack.enter_context(torch.enable_grad())
-    stack.enter_context(answering)
-    return stack
 
-
-class _Answering:
-    """Warns at its end where the samples of `problem` ran, and no parameter had a gradient for any of them."""
-
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem | None = None) -> None:
         self.problem = problem
-        self.memory = warm_memory.Call(bounded=problem.save_memory)
+        self.switches: contextlib.ExitStack | None = None
 
     def __enter__(self) -> None:
-        self.memory.__enter__()
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            self.switches = contextlib.ExitStack()
+            self.switches.enter_context(torch.inference_mode(False))
+            self.switches.enter_context(torch.enable_grad())
+        if self.problem is not None:
+            warm_memory.begin(self.problem.save_memory)
 
     def __exit__(self, kind: object, error: object, _: object) -> None:
-        self.memory.__exit__()
+        if self.switches is not None:
+            self.switches.close()
+        if self.problem is None:
+            return
+        if self.problem.save_memory:
+            warm_memory.end()
         if isinstance(error, _Carried):
             raise error.error from None
         if not self.problem.reached and self.problem.n and kind is None:

@@ -61,6 +61,8 @@ class Problem(NamedTuple):
         """What `fn` must not write to: the parameters, and the tensors of the batch, if that is the caller's."""
         if self.own_batch:
             return self.params
+        if all(self.batched):
+            return self.params + self.batch
         return self.params + [t for t in self.batch if isinstance(t, Tensor)]
 
     @property

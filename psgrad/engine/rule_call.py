@@ -139,7 +139,8 @@ class DeferredCalls:
             node = made.grad_fn
             assert node is not None
             self.edges.append(GradientEdge(node, made.output_nr))
-            self.calls.append((bound, x, version_of(x), bound.versions, shape))
+            versions = versions_of(bound.constants) if bound.constants else []
+            self.calls.append((bound, x, version_of(x), versions, shape))
             self.held += y.nbytes
         return y
 
@@ -147,7 +148,9 @@ class DeferredCalls:
         """The factors of all calls, from the gradients at `edges`; the last call first, as the backward met them."""
         for (bound, x, version, versions, shape), g in zip(reversed(self.calls), reversed(cotangents), strict=True):
             if g is not None:
-                if (version_of(x) != version and bound.rule.keeps_input) or bound.versions != versions:
+                if version_of(x) != version and bound.rule.keeps_input:
+                    bound.refuse_changes()
+                if versions and bound.versions != versions:
                     bound.refuse_changes()
                 bound.backward(g if shape is None else g.reshape(shape), x, bound.values, (), False)
 
@@ -254,7 +257,8 @@ def _run_call(mode: "Mode", rule: Rule, call: Call, func: Any, args: Any, kwargs
         bound.use = mode.record(func, [p for p in params if p not in others], rule.name)
         mode.record(func, others, None, "an input of the op, not its weight")
     lowered = [mode.lower(t) for t in call.others] if call.others else ()
-    return levels.wrap(levels.below(_apply_bound, mode, call, bound, mode.lower(call.x), *lowered), mode.level)
+    x = levels.lower(call.x.wrapped if type(call.x) is Param else call.x, mode.n, mode.level)
+    return levels.wrap(levels.below(_apply_bound, mode, call, bound, x, *lowered), mode.level)
 
 
 def _apply_bound(mode: "Mode", call: Call, bound: BoundRule, x: Tensor, *others: Tensor | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from itertools import repeat
 from operator import attrgetter
 from typing import Any
 
@@ -48,10 +49,12 @@ def validated(
             f'randomness={randomness!r} is not one of "different", "same", "error"\n'
             "  different: each sample draws its own; same: all share one draw; error: drawing is refused."
         )
-    own = (lambda t: t) if attached or is_nested() else _own
     leaves, params_spec = flat_params(params)
-    batch_leaves, batched, batch_spec, n = _flat_batch(batch, in_dims, own)
-    leaves = _all_own(leaves, own)
+    batch_leaves, batched, batch_spec, n = _flat_batch(batch, in_dims)
+    if not attached and not is_nested():
+        tensors = leaves + batch_leaves if all(batched) else [t for t in leaves + batch_leaves if isinstance(t, Tensor)]
+        if any(map(_requires_grad, tensors)) or any(map(_is_inference, tensors)):  # seldom; small calls notice the loop
+            leaves, batch_leaves = list(map(_own, leaves)), list(map(_own, batch_leaves))
     start = generators(leaves) if randomness == "same" else None
     return Problem(
         fn,
@@ -78,19 +81,15 @@ def check_positive(name: str, value: object, remedy: str = "give one, or None fo
 
 _is_inference: Callable[[Tensor], bool] = Tensor.is_inference
 _is_real: Callable[[Tensor], bool] = Tensor.is_floating_point
+_size: Callable[[Tensor, int], int] = Tensor.size
 _TENSORS = {Tensor}
 _requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
 
 
-def _all_own(tensors: list[Tensor], own: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """`own` of each; most calls have nothing to change, and small ones notice the loop."""
-    if any(map(_requires_grad, tensors)) or any(map(_is_inference, tensors)):
-        return [own(t) for t in tensors]
-    return tensors
-
-
-def _own(t: Tensor) -> Tensor:
+def _own(t: Any) -> Any:
     """`t` without graph, and usable in autograd even where it was made in inference mode."""
+    if not isinstance(t, Tensor):
+        return t
     if not t.is_inference():
         return t.detach() if t.requires_grad else t
     with torch.inference_mode(False):
@@ -151,14 +150,15 @@ def _misfit(dims: optree.PyTreeSpec, batch: optree.PyTreeSpec, path: str = "") -
     return next(filter(None, (_misfit(d, b, f"{path}[{entry!r}]") for entry, d, b in children)), "")
 
 
-def _flat_batch(
-    batch: Any, in_dims: Any, own: Callable[[Tensor], Tensor]
-) -> tuple[list[Any], list[bool], optree.PyTreeSpec, int]:
+def _flat_batch(batch: Any, in_dims: Any) -> tuple[list[Any], list[bool], optree.PyTreeSpec, int]:
     leaves, spec = flatten(batch, none_is_leaf=True)
     if type(in_dims) is int and in_dims == 0:
-        sizes = [t.shape[0] if isinstance(t, Tensor) and t.dim() else -1 for t in leaves]
-        if sizes and min(sizes) == max(sizes) >= 0:  # as most batches are
-            return _all_own(leaves, own), [True] * len(leaves), spec, sizes[0]
+        try:
+            sizes = list(map(_size, leaves, repeat(0)))
+        except (TypeError, IndexError):  # no tensor, or one without axes
+            sizes = []
+        if sizes and min(sizes) == max(sizes):  # as most batches are
+            return leaves, [True] * len(leaves), spec, sizes[0]
     try:
         whole = type(in_dims) is int
         dims = [in_dims] * len(leaves) if whole else optree.broadcast_prefix(in_dims, batch, none_is_leaf=True)
@@ -172,7 +172,7 @@ def _flat_batch(
     lengths: dict[int, int] = {}
     for i, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
         if leaf is None or dim is None:
-            moved.append(own(leaf) if isinstance(leaf, Tensor) else leaf)
+            moved.append(leaf)
             continue
         name = paths(spec, "batch")[i] if not _is_sampled(leaf, dim) else ""
         if not isinstance(dim, int) or isinstance(dim, bool):
@@ -193,7 +193,7 @@ def _flat_batch(
                 )
             )
         lengths[i] = leaf.shape[dim]
-        moved.append(own(leaf) if dim == 0 else own(leaf).movedim(dim, 0))
+        moved.append(leaf if dim == 0 else leaf.movedim(dim, 0))
     if not lengths:
         raise ArgumentError(
             "batch has no tensor with a sample axis\n  give at least one tensor, with in_dims other than None."

@@ -72,6 +72,11 @@ def doubt(condition: Callable[[], Tensor]) -> bool:
     return True
 
 
+def are_looks() -> bool:
+    """Whether whoever wants to know looks at once: nothing is recorded, and no look waits for others."""
+    return _thread.conditions is None and _thread.doubts is None and not tracing.is_recorded()
+
+
 def hold(conditions: list[Tensor]) -> bool:
     """One look at all conditions."""
     return not conditions or bool(torch.stack([c.to(conditions[0].device) for c in conditions]).all())

@@ -141,8 +141,10 @@ def weighted_sum_of(grads: Tensor, w: Tensor | None) -> Tensor:
     """Gradients (N, *shape) summed with weights (N,), or as they are."""
     if w is None:
         return grads.sum(0, dtype=wide(grads.dtype))
-    rows = flat(widened(grads))
-    found = torch.mv(rows.t(), cast(w, rows.dtype))
+    rows = grads if grads.dim() == 2 else flat(grads)
+    if rows.element_size() < 4:
+        rows = rows.float()
+    found = torch.mv(rows.t(), w if w.dtype is rows.dtype else w.to(rows.dtype))
     return found if grads.dim() == 2 else found.view(grads.shape[1:])
 
 

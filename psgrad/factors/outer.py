@@ -130,9 +130,11 @@ class Outer(Factor):
 
     def _weighted(self, w: Tensor | None) -> tuple[Tensor, Tensor]:
         """Matrices (O, N T) and (N T, I) whose product is the weighted sum."""
-        x, g = widened(self.x), widened(self.g)
+        x, g = self.x, self.g
+        if x.element_size() < 4 or g.element_size() < 4:
+            x, g = widened(x), widened(g)
         if x.dim() == 2:
-            return g.t() if w is None else g.t() * cast(w, g.dtype), x
+            return g.t() if w is None else g.t() * (w if w.dtype is g.dtype else w.to(g.dtype)), x
         x, g = (scaled(x, w), g) if x.numel() < g.numel() else (x, scaled(g, w))  # the smaller of the two
         return g.flatten(0, 1).mT, x.flatten(0, 1)
 

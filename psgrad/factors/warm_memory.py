@@ -63,12 +63,8 @@ class Pool:
         self.bounded_calls = 0  # how many calls are going on that have a bound of their own
         self.home = weakref.ref(self)
 
-    def begin(self) -> None:
+    def give_back(self) -> None:
         """A call of ours begins: what none of the last ones used is given back."""
-        self.call += 1
-        self.lent = 0
-        if not self.bound and not self.kept:  # small calls: nothing was lent lately
-            return
         self.peaks.append(0)
         self._set_bound()
         for size in list(self.used):
@@ -156,24 +152,23 @@ class _Own(threading.local):
 _OWN = _Own()
 
 
-class Call:
-    """A call of ours, as a context; one that is `bounded`, by max_bytes, is given fresh memory, and none is kept."""
+def begin(bounded: bool) -> None:
+    """A call of ours begins. One that is `bounded`, by max_bytes, is given fresh memory, and none is kept: it has to
+    say when it ends, by `end`."""
+    pool = _OWN.pool
+    if bounded:
+        pool.bounded_calls += 1
+        pool.clear()
+        return
+    pool.call += 1
+    pool.lent = 0
+    if pool.bound or pool.kept:  # not for small calls, which are lent nothing
+        pool.give_back()
 
-    __slots__ = ("bounded", "pool")
 
-    def __init__(self, bounded: bool) -> None:
-        self.bounded, self.pool = bounded, _OWN.pool
-
-    def __enter__(self) -> None:
-        if self.bounded:
-            self.pool.bounded_calls += 1
-            self.pool.clear()
-        else:
-            self.pool.begin()
-
-    def __exit__(self, *_: object) -> None:
-        if self.bounded:
-            self.pool.bounded_calls -= 1
+def end() -> None:
+    """A bounded call has ended."""
+    _OWN.pool.bounded_calls -= 1
 
 
 def is_lent(shape: Sequence[int], like: Tensor) -> bool:

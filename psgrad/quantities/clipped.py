@@ -185,7 +185,7 @@ def clipped_grad(
         instead=None if clip.per_param else TwoPasses(clip),
         progress="clipped_grad" if progress else None,
     )
-    norms = [there.among_zeros(t) for t in found.all_norms(problem, len(bounds.each))]
+    norms = list(map(there.among_zeros, found.all_norms(problem, len(bounds.each))))
     if nonfinite == "raise" and not clip.good:
         refuse_nonfinite(torch.stack(norms).isfinite().all(0))
     totals, count = found.totals, there.count - clip.left_out
@@ -289,9 +289,9 @@ class Clip(Weigh):
             if self.nonfinite == "zero":
                 left_out = (~finite).sum()
                 self.left_out += left_out if tracing.is_recorded() else int(left_out)
-        weights = [
-            self.there.weighed(clip_weights(t, bound, finite, self.nonfinite))
-            for t, bound in zip(norms, self.bounds, strict=True)
-        ]
+        weights: list[Tensor] = []
+        for t, bound in zip(norms, self.bounds, strict=True):
+            weights.append(self.there.weighed(clip_weights(t, bound, finite, self.nonfinite)))
         skips = finite is None or self.nonfinite == "propagate"
-        return norms, Weights([weights[k] for k in self.group[:count]], skips)
+        of_params = weights * count if len(weights) == 1 else list(map(weights.__getitem__, self.group[:count]))
+        return norms, Weights(of_params, skips)

@@ -1,7 +1,8 @@
 """Bounds on norms: which parameter is under which, the weights that keep them, and what comes of it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, Generic, NamedTuple
 
 import optree
@@ -122,23 +123,34 @@ class Bounds(NamedTuple):
 
 def clip_weights(norms: Tensor, max_norm: Any, finite: Tensor | None, nonfinite: str) -> Tensor:
     """What makes norms at most `max_norm`; samples that are not finite count 0, or NaN to let them through."""
-    if not isinstance(max_norm, Tensor):  # which is 2 us cheaper to divide than a number
-        max_norm = norms.new_full((), min(max_norm, torch.finfo(norms.dtype).max))
+    if not isinstance(max_norm, Tensor):  # which is cheaper to divide than a number
+        usual = type(norms) is Tensor and norms.is_cpu and not tracing.is_recorded()
+        max_norm = _bound(max_norm, norms.dtype) if usual else norms.new_full((), _finite(max_norm, norms.dtype))
     w = torch.div(max_norm, norms).clamp_(max=1)
     return w if finite is None else w.masked_fill(~finite, torch.nan if nonfinite == "propagate" else 0.0)
 
 
+def _finite(max_norm: float, dtype: torch.dtype) -> float:
+    return min(max_norm, torch.finfo(dtype).max)
+
+
+@lru_cache
+def _bound(max_norm: float, dtype: torch.dtype) -> Tensor:
+    """A bound as a tensor on the CPU, which nobody writes to: the same from call to call."""
+    return torch.full((), _finite(max_norm, dtype), dtype=dtype, device="cpu")
+
+
 def finite_of(norms: Sequence[Tensor], nonfinite: str) -> Tensor | None:
     """Which samples have norms (N,) that are all finite; None: every one."""
-    if assumptions.are_noted() and nonfinite != "propagate":
+    if assumptions.are_looks() and not norms[0].is_meta:
+        if all(map(math.isfinite, map(_sum, norms))):
+            return None
+    elif assumptions.are_noted() and nonfinite != "propagate":
         for t in norms:
             assumptions.assume(t.sum().isfinite())
         return None
-    if assumptions.doubt(lambda: torch.stack(list(norms)).isfinite()):
+    elif assumptions.doubt(lambda: torch.stack(list(norms)).isfinite()):
         return None
-    if tracing.can_look(norms[0]):
-        if all([math.isfinite(t.sum()) for t in norms]):  # noqa: C419, a third less
-            return None
     elif nonfinite != "propagate" and norms[0].is_meta:
         why = "depends on numbers, which meta tensors do not have"
         raise ArgumentError(f'nonfinite={nonfinite!r} {why}\n  say nonfinite="propagate" for shapes alone.')
@@ -146,6 +158,9 @@ def finite_of(norms: Sequence[Tensor], nonfinite: str) -> Tensor | None:
         tracing.assert_in_graph(torch.stack(list(norms)).isfinite().all(), "the gradients of a sample are not finite")
         return None
     return torch.stack(list(norms)).isfinite().all(0)
+
+
+_sum: Callable[[Tensor], Tensor] = Tensor.sum
 
 
 def refuse_nonfinite(finite: Tensor) -> None:

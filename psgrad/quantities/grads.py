@@ -214,7 +214,7 @@ class Grads(Quantity[list[Any], list[Tensor]]):
 
     def add(self, state: list[Any], rows: slice, chunk: Problem, run: Run) -> Outcome:
         """The rows of a chunk, straight into the result; by way of memory of their own where samples part ways."""
-        targets = [t[rows] for t in state]
+        targets = [t[rows] for t in state] if state else []
         places: list[Tensor | None] = []
         outcomes: list[Outcome] = []
 
@@ -228,7 +228,7 @@ class Grads(Quantity[list[Any], list[Tensor]]):
             if group.places is None:
                 if not state:
                     state.extend(found)
-                continue
+                return group.outcome
             if not state:
                 state.extend(warm_memory.empty((chunk.n, *p.shape), p) for p in chunk.params)
             targets = targets or state

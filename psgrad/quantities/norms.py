@@ -203,7 +203,7 @@ def per_sample_norms(
         if shards is not None:
             norms = shards.whole_norms(norms)
             norms = norms if per_param else [norm_of_norms(norms)]
-    norms = [there.among_zeros(t) for t in norms]
+    norms = list(map(there.among_zeros, norms))
     result = optree.tree_unflatten(problem.params_spec, norms) if per_param else norms[0]
     return there.with_aux(result, outcome)
 
@@ -283,13 +283,17 @@ def _norms_by(
         rows = group.collector.norms()
         if not per_param:
             rows = [norm_of_all(rows)]
-        n = group.outcome.values.shape[0]
-        found.append([torch.zeros(n, dtype=dtype, device=device) if t is None else t.to(device, dtype) for t in rows])
+        for i, t in enumerate(rows):
+            if t is None:
+                rows[i] = torch.zeros(group.outcome.values.shape[0], dtype=dtype, device=device)
+            elif t.dtype is not dtype or t.device != device:
+                rows[i] = t.to(device, dtype)
+        found.append(rows)
         places.append(group.places)
         outcomes.append(group.outcome)
-    outcome = join(outcomes, places)
     if places[0] is None:
-        return found[0], outcome
+        return found[0], outcomes[0]
+    outcome = join(outcomes, places)
     whole = [torch.empty(chunk.n, dtype=dtype, device=device) for _ in found[0]]
     for index, rows in zip(places, found, strict=True):
         assert index is not None

@@ -124,8 +124,9 @@ def add_sums(
             if own is None:  # zeros
                 continue
             if weights is not None and weights[i] is not given:  # most parameters share their weights
-                given = weights[i]
-                w, there = _nonzero(given, index, skip_zero_check)
+                given = w = weights[i]
+                if not skip_zero_check or index is not None:
+                    w, there = _nonzero(given, index, skip_zero_check)
             if there is not None:
                 own = own.select(there) if len(there) else None
             if own is None:

@@ -22,7 +22,7 @@ from ..engine.signals import Unrecordable
 from ..engine.validate import check_positive, is_nested
 from ..errors import ArgumentError
 from ..factors import assumptions, costs
-from ..factors.numerics import cast, widest
+from ..factors.numerics import widest
 from ..processes.ranks import Ranks
 from ..torch_ import levels, tracing
 from . import budget
@@ -93,12 +93,12 @@ class Counted(NamedTuple):
         """Weights (N,) of the samples that run, 0 for those that do not count."""
         if self.mask is not None and len(w) != self.n:
             refuse_recording("valid= in chunks")
-        return self.masked(w)
+        return w if self.mask is None else kept_rows(w, self.mask)
 
     def among_zeros(self, t: Tensor) -> Tensor:
         """Rows of the samples that count among zeros for the others."""
         if self.places is None:
-            return self.masked(t)
+            return t if self.mask is None else kept_rows(t, self.mask)
         return t.new_zeros(self.n, *t.shape[1:]).index_copy_(0, self.places.to(t.device), t)
 
     def with_aux(self, result: Any, outcome: Outcome) -> Any:
@@ -176,10 +176,14 @@ def fold(
     if progress is not None:
         with Bar(progress, problem.n * (2 if quantity.looks_first else 1)) as shown:
             return fold(quantity, problem, step, bar=shown)
-    if assumptions.are_for_others() and (quantity.looks_first or (problem.randomness == "same" and step < problem.n)):
+    state = quantity.start(problem, step)
+    if step >= problem.n > 0 and bar is None and not quantity.looks_first:  # as in most calls
+        outcome = quantity.add(state, slice(0, problem.n), problem, collect)
+        return quantity.finish(state), outcome
+    again = quantity.looks_first or (problem.randomness == "same" and step < problem.n)
+    if again and assumptions.are_for_others():
         raise Unrecordable("random numbers would have to be drawn again")
     run = collect if bar is None else bar.watching(collect)
-    state = quantity.start(problem, step)
     outcomes: list[Outcome] = []
     draws: list[Any] = []
     if quantity.looks_first:
@@ -380,8 +384,9 @@ def accumulate(totals: list[Tensor | None], found: Sequence[Tensor | None]) -> N
 def tree_of_sums(problem: Problem, totals: Sequence[Tensor | None], ranks: Ranks | None = None) -> Any:
     """Sums as a pytree like params, in the parameters' dtypes; zeros where there is nothing. Those of all `ranks` are
     in pieces where the parameters were."""
-    leaves = [
-        torch.zeros_like(p, memory_format=torch.contiguous_format) if t is None else cast(t, p.dtype)
-        for t, p in zip(totals, problem.params, strict=True)
-    ]
+    leaves: list[Tensor] = []
+    for t, p in zip(totals, problem.params, strict=True):
+        if t is None:
+            t = torch.zeros_like(p, memory_format=torch.contiguous_format)
+        leaves.append(t if t.dtype is p.dtype else t.to(p.dtype))
     return problem.params_spec.unflatten(leaves if ranks is None else ranks.placed(leaves))

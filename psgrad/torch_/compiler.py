@@ -5,7 +5,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -54,8 +54,7 @@ _NOTHING = contextlib.nullcontext()
 _EAGERLY = _Eagerly()
 
 
-def is_loaded() -> bool:
-    return "torch._dynamo.eval_frame" in sys.modules
+is_loaded: Callable[[], bool] = partial(sys.modules.__contains__, "torch._dynamo.eval_frame")
 
 
 def eagerly() -> contextlib.AbstractContextManager[None]:
