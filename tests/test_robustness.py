@@ -1236,3 +1236,55 @@ def test_fn_may_look_at_the_graph(asks):
         return h.pow(2).sum() * (1 if asks(h) else 2)
 
     psgrad.testing.check(fn, {"w": torch.randn(3, 3)}, torch.randn(4, 5, 3))
+
+
+# ---- views between layers, which the backward does not pass --------------------------------------------------
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("place", ["first", "activation", "second"])
+def test_a_hook_between_layers_counts(place: str, late: bool) -> None:
+    """A model sees a batch of one: layers meet without that axis, and a hook has its shape all the same."""
+    params = {"a": torch.randn(5, 4, dtype=torch.float64), "b": torch.randn(3, 5, dtype=torch.float64)}
+    batch = torch.randn(6, 4, dtype=torch.float64), torch.randint(3, (6,))
+
+    def double(grads: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        assert grads[0].dim() == 2
+        assert grads[0].shape[0] == 1
+        return tuple(2 * g for g in grads)
+
+    def fn(p: dict[str, torch.Tensor], sample: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        made = {"first": F.linear(sample[0][None], p["a"])}
+        if place in made and not late:
+            made[place].grad_fn.register_prehook(double)
+        made["activation"] = torch.tanh(made["first"])
+        if place == "activation" and not late:
+            made[place].grad_fn.register_prehook(double)
+        made["second"] = F.linear(made["activation"], p["b"])
+        if place == "second" or late:
+            made[place].grad_fn.register_prehook(double)
+        return F.cross_entropy(made["second"], sample[1][None])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = psgrad.per_sample_grads(fn, params, batch)
+    torch.testing.assert_close(found, psgrad.testing.loop_grads(fn, params, batch))
+
+
+def test_what_an_activation_made_can_be_written_to() -> None:
+    params = {"a": torch.randn(5, 4, dtype=torch.float64), "b": torch.randn(3, 5, dtype=torch.float64)}
+    batch = torch.randn(6, 4, dtype=torch.float64), torch.randint(3, (6,))
+
+    def fn(p: dict[str, torch.Tensor], sample: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        x = F.linear(sample[0][None], p["a"])
+        with torch.no_grad():
+            shift = torch.tanh(x).sum()
+        h = torch.sin(x)
+        h.add_(torch.cos(x)).add_(F.relu(x.detach(), inplace=False))
+        h[0, 1] = 3 * sample[0][0]
+        return F.cross_entropy(F.linear(h, p["b"]) + shift, sample[1][None])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = psgrad.per_sample_grads(fn, params, batch)
+    torch.testing.assert_close(found, psgrad.testing.loop_grads(fn, params, batch))

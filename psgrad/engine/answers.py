@@ -3,12 +3,14 @@
 import os
 import sys
 import types
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..factors import assumptions
+from ..factors.numerics import unfolded
 from ..torch_ import checkpoints, levels, tracing
 from .signals import NeedsLoop, Rerun, split_by_rows
 
@@ -106,15 +108,20 @@ def pretend_requires_grad(mode: "Mode", t: Tensor, requires_grad: bool = True) -
 
 def graph_of(mode: "Mode", call: "TorchCall") -> Any:
     """`is_leaf` or `grad_fn`: what autograd follows, which vmap hides."""
-    found = call.func(levels.lower(call.args[0], mode.n, mode.level))
-    return found if found is None or isinstance(found, bool) else GraphNode(mode, found)
+    rows = levels.lower(call.args[0], mode.n, mode.level)
+    found = call.func(rows)
+    if found is None or isinstance(found, bool):
+        return found
+    base = unfolded(rows)
+    return GraphNode(mode, found) if base is None else GraphNode(mode, base.grad_fn, rows.shape)
 
 
 class GraphNode:
     """What `fn` gets for the `grad_fn` of a batched tensor: the graph of the batch is not that of a sample."""
 
-    def __init__(self, mode: "Mode", node: Any) -> None:
+    def __init__(self, mode: "Mode", node: Any, shape: Sequence[int] | None = None) -> None:
         self._mode, self._node = mode, node
+        self._shape = shape  # of the gradients for `fn`, where the node is that of a tensor of another
 
     def register_prehook(self, hook: Any) -> Any:
         """A hook on the gradient of the output, which sees one sample's after the other."""
@@ -123,7 +130,7 @@ class GraphNode:
             mode.signal = Rerun("save_memory")
             raise mode.signal
         mode.has_hooks = True
-        return self._node.register_prehook(_SampleHook(hook, mode.n))
+        return self._node.register_prehook(_SampleHook(hook, mode.n, self._shape))
 
     def __getattr__(self, name: str) -> Any:
         self._mode.signal = NeedsLoop(f"fn uses grad_fn.{name}")
@@ -137,10 +144,19 @@ class GraphNode:
 class _SampleHook:
     """A hook on gradients, called for one sample at a time."""
 
-    def __init__(self, hook: Any, n: int) -> None:
-        self.hook, self.n = hook, n
+    def __init__(self, hook: Any, n: int, shape: Sequence[int] | None) -> None:
+        self.hook, self.n, self.shape = hook, n, shape
 
     def __call__(self, grads: tuple[Tensor | None, ...]) -> Any:
+        if self.shape is None:
+            return self._of_samples(grads)
+        (given,) = grads
+        if given is None:
+            return None
+        found = self._of_samples((given.reshape(self.shape),))
+        return None if found is None else (found[0].reshape(given.shape),)
+
+    def _of_samples(self, grads: tuple[Tensor | None, ...]) -> Any:
         rows = [self.hook(tuple(None if g is None else g[i] for g in grads)) for i in range(self.n)]
         if all(row is None for row in rows):
             return None

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..errors import PsgradError, is_out_of_memory, name_of, place, reason_of
 from ..factors import assumptions
+from ..factors.numerics import unfolded
 from ..registry.rule import RULES
 from ..torch_ import levels, operators
 from ..torch_.functions import (
@@ -370,6 +371,25 @@ def is_only_ruled(func: Any) -> bool:
 def may_use_params(func: Any) -> bool:
     """Whether a handler other than vmap's cares for parameters among the arguments of `func`."""
     return func in RULES or func in PURE or is_composite(func)
+
+
+def run_pointwise(mode: "Mode", func: Any, args: Any, kwargs: Any) -> Any:
+    """A function of single numbers: of the tensor that a layer made, where the operand is that with an axis of 1.
+
+    Models see a batch of one. The backward then passes no views between a layer and the next, 2 us each.
+    """
+    tensors = [value for value in kwargs.values() if isinstance(value, Tensor)] if kwargs else ()
+    if len(args) == 1 and not tensors and levels.current_level() == mode.level:
+        x = levels.rows_in_front(args[0], mode.level)
+        if x.dim() > 1 and x.shape[1] == 1 and (rows := unfolded(x)) is not None:
+            return levels.wrap(levels.below(_parted, func, rows, kwargs), mode.level)
+    return func(*args, **kwargs)
+
+
+def _parted(func: Any, rows: Tensor, kwargs: Any) -> Tensor:
+    """(N, ...) as (N, 1, ...), each number changed."""
+    found: Tensor = func(rows, **kwargs).unsqueeze(1)
+    return found
 
 
 # ---- what vmap cannot do ---------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from ..registry.params import Param, Source
 from ..registry.rule import REDIRECTS, RULES, Entry
 from ..torch_ import levels
 from ..torch_.checkpoints import saved_tensor_hooks
+from ..torch_.functions import POINTWISE
 from ..torch_.watching import CUSTOM_FUNCTION_CALL, FunctionCall
 from . import checkpoint, op_loop
 from .collectors import Collector
@@ -40,6 +41,7 @@ from .handlers import (
     is_ordinary,
     may_use_params,
     refuse_out,
+    run_pointwise,
     second_chance,
 )
 from .held import OwnParameters
@@ -50,7 +52,11 @@ from .writes import ViewCopy
 
 REDIRECTS[CUSTOM_FUNCTION_CALL] = lambda _, args, __: (call := FunctionCall(args[0]), call, args[1:])
 _SEQUENCES = (list, tuple)
-_TELLING = frozenset(["out", "inplace", "requires_grad"])  # keywords that make a call more than a computation
+
+
+def _does_more(kwargs: dict[str, Any]) -> bool:
+    """Whether keywords make a call more than a computation."""
+    return kwargs.get("out") is not None or bool(kwargs.get("inplace") or kwargs.get("requires_grad"))
 
 
 class RunOptions(NamedTuple):
@@ -157,7 +163,8 @@ class Mode(TorchFunctionMode):
             raise
 
     def _handle(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if saved_tensor_hooks() is not None:
+        is_hooked = saved_tensor_hooks() is not None
+        if is_hooked:
             checkpoint.follow(self)
         key = func
         if func in REDIRECTS:
@@ -172,7 +179,9 @@ class Mode(TorchFunctionMode):
             if rule is not None:
                 if is_only_ruled(func):
                     return run_rule(self, rule, func, args, kwargs, operands)
-            elif not operands.params and is_ordinary(func) and kwargs.keys().isdisjoint(_TELLING):
+            elif not operands.params and is_ordinary(func) and not (kwargs and _does_more(kwargs)):
+                if func in POINTWISE and operands.samples and not is_hooked:
+                    return run_pointwise(self, func, args, kwargs)
                 return func(*args, **kwargs)  # as most calls are: 2 us on top of vmap's own
         call = TorchCall(func, args, kwargs, operands, rule)
         if operands.graph:

@@ -168,9 +168,19 @@ def as_rows(t: Tensor) -> Tensor:
 
 def folded(t: Tensor) -> Tensor:
     """(N, B, ...) as (N B, ...)."""
-    base = base_of(t)  # of a sample that was given an axis: the batch as it was, and nothing to do
-    if base is None or base.requires_grad or t.requires_grad:  # a graph may have come another way than the memory
-        return t.flatten(0, 1)
+    base = unfolded(t)
+    return t.flatten(0, 1) if base is None else base
+
+
+def unfolded(t: Tensor) -> Tensor | None:
+    """The (N B, ...) tensor that (N, B, ...) is a view of, as where a sample was given an axis. None: there is none."""
+    base = base_of(t)
+    if base is None or base.dim() != t.dim() - 1:
+        return None
+    if base.requires_grad or t.requires_grad:  # a graph may have come another way than the memory
+        node, below = t.grad_fn, base.grad_fn
+        if node is None or below is None or node.next_functions != ((below, base.output_nr),):
+            return None
     n, b, *rest = t.shape
     alike = base.shape == (n * b, *rest) and base.dtype is t.dtype and base.is_contiguous() and t.is_contiguous()
-    return base if alike else t.flatten(0, 1)
+    return base if alike else None

@@ -194,6 +194,20 @@ _VALUES = (
 )
 
 
+_OF_NUMBERS = (
+    "tanh sigmoid relu relu6 silu gelu elu selu celu mish leaky_relu softplus hardtanh hardsigmoid hardswish "
+    "logsigmoid exp sin cos"
+)
+POINTWISE: frozenset[Any] = (
+    frozenset(  # functions of each number alone, into new memory, unless they are told otherwise
+        function
+        for name in _OF_NUMBERS.split()
+        for home in (torch, torch.Tensor, F)
+        if (function := getattr(home, name, None)) is not None
+    )
+)
+
+
 def _pure(func: Callable[..., Any]) -> bool:
     code = getattr(func, "__code__", None)  # torch's Python functions say that they can write in place
     return code is None or "inplace" not in code.co_varnames
