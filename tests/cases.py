@@ -6,6 +6,7 @@ by a name like "Tensor.mul(params['w'])". Add a case here and it meets the whole
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -17,12 +18,14 @@ from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence, unpack_sequence
 
+import psgrad
+
 N = 4  # samples: the chunk sizes 1, 2 and 3 divide it or leave a rest
 Problem = tuple[Callable[..., Tensor], Any, Any]
 Rules = Mapping[str, list[str]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # a case is itself, so that it can be looked up
 class Case:
     id: str
     build: Callable[[], Problem]
@@ -39,6 +42,15 @@ class Case:
         with torch.random.fork_rng(), default_dtype(dtype):
             torch.manual_seed(0)
             return self.build()
+
+    def loop_grads(self, dtype: torch.dtype = torch.float64) -> Any:
+        """The gradients of `make(dtype)` by the loop, worked out once. Not to be written to."""
+        return _loop_grads(self, dtype)
+
+
+@functools.cache
+def _loop_grads(case: Case, dtype: torch.dtype) -> Any:
+    return psgrad.testing.loop_grads(*case.make(dtype))
 
 
 @contextlib.contextmanager

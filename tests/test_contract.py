@@ -54,8 +54,21 @@ def samples(batch: Any, index: Any) -> Any:
 # ---- equality ----------------------------------------------------------------------------------------------
 
 
-@every_case
-@pytest.mark.parametrize("small", [True, False], ids=["small", "large"])
+def _defers(case: Case) -> bool:
+    """Whether small calls of a rule of the case are left to ordinary autograd, and large ones are not."""
+    rules = [rule for rule in RULES.values() if isinstance(rule, Rule) and rule.native]
+    return any(rule.name in names for rule in rules for names in case.rules.values())
+
+
+@pytest.mark.parametrize(
+    ("case", "small"),
+    [
+        pytest.param(case, small, id=f"{case.id}-{'small' if small else 'large'}")
+        for case in CASES
+        for small in (True, False)
+        if small or _defers(case)
+    ],
+)
 def test_equals_the_loop_and_touches_nothing(case: Case, small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not small:
         monkeypatch.setattr(_plan, "SMALL", -1)
@@ -70,51 +83,35 @@ def test_equals_the_loop_and_touches_nothing(case: Case, small: bool, monkeypatc
         assert p.grad is None
         assert not g.requires_grad
         assert g.is_contiguous()
-    assert_close(found, psgrad.testing.loop_grads(fn, params, batch))
+    assert_close(found, case.loop_grads())
 
 
-@every_case
-def test_equals_vmap_of_grad(case: Case) -> None:
+@pytest.mark.parametrize("case", [c for c in CASES if c.refused], ids=lambda case: case.id)
+def test_torch_refuses_what_is_said_to_be_refused(case: Case) -> None:
     fn, params, batch = case.make()
-    if case.refused:
-        with pytest.raises(RuntimeError):
-            vmap(grad(fn), in_dims=(None, 0))(params, batch)
-    else:
-        assert_close(grads_of(case, fn, params, batch), vmap(grad(fn), in_dims=(None, 0))(params, batch))
-
-
-@every_case
-def test_rows_sum_to_the_ordinary_gradient(case: Case) -> None:
-    fn, params, batch = case.make()
-    leaves, spec = optree.tree_flatten(optree.tree_map(lambda p: p.clone().requires_grad_(), params))
-    total = sum(fn(optree.tree_unflatten(spec, leaves), samples(batch, i)).sum() for i in range(N))
-    whole = torch.autograd.grad(total, leaves, materialize_grads=True) if total.requires_grad else None
-    want = [torch.zeros_like(p) for p in leaves] if whole is None else list(whole)
-    assert_close([g.sum(0) for g in optree.tree_leaves(grads_of(case, fn, params, batch))], want)
+    with pytest.raises(RuntimeError):
+        vmap(grad(fn), in_dims=(None, 0))(params, batch)
 
 
 @every_case
 def test_a_row_belongs_to_its_sample_alone(case: Case) -> None:
     """Permuting samples permutes rows; where sample 3 stands twice and 2 not at all, so do their rows."""
     fn, params, batch = case.make()
-    rows = grads_of(case, fn, params, batch)
-    for order in ([2, 0, 3, 1], [3, 0, 3, 1]):
-        assert_close(grads_of(case, fn, params, samples(batch, order)), samples(rows, order))
+    order = [3, 0, 3, 1]
+    assert_close(grads_of(case, fn, params, samples(batch, order)), samples(case.loop_grads(), order))
 
 
 @every_case
 def test_chunks_change_nothing(case: Case) -> None:
-    fn, params, batch = case.make()
-    rows = grads_of(case, fn, params, batch)
-    for size in (1, 2, 3):
-        assert_close(grads_of(case, fn, params, batch, chunk_size=size), rows)
+    """Chunks of three samples and of one."""
+    assert_close(grads_of(case, *case.make(), chunk_size=3), case.loop_grads())
 
 
 @every_case
 def test_one_sample_and_none(case: Case) -> None:
     fn, params, batch = case.make()
-    one = samples(batch, slice(2, 3))
-    assert_close(grads_of(case, fn, params, one), psgrad.testing.loop_grads(fn, params, one))
+    one = slice(2, 3)
+    assert_close(grads_of(case, fn, params, samples(batch, one)), samples(case.loop_grads(), one))
     none = psgrad.per_sample_grads(fn, params, samples(batch, slice(0)))
     assert_close(none, optree.tree_map(lambda p: p.new_empty(0, *p.shape), params))
 
@@ -122,7 +119,7 @@ def test_one_sample_and_none(case: Case) -> None:
 @every_case
 def test_out_is_written_and_returned(case: Case) -> None:
     fn, params, batch = case.make()
-    want = psgrad.testing.loop_grads(fn, params, batch)
+    want = case.loop_grads()
     out = optree.tree_map(lambda p: p.new_full((N, *p.shape), torch.nan), params)
     addresses = [t.data_ptr() for t in optree.tree_leaves(out)]
     found = grads_of(case, fn, params, batch, out=out)
@@ -137,10 +134,9 @@ def test_out_is_written_and_returned(case: Case) -> None:
 @every_case
 def test_float32_is_as_accurate_as_autograd(case: Case) -> None:
     """Errors against float64 at most a few times those of ordinary float32 autograd."""
-    exact = optree.tree_leaves(psgrad.testing.loop_grads(*case.make()))
-    single = case.make(torch.float32)
-    found = optree.tree_leaves(grads_of(case, *single))
-    plain = optree.tree_leaves(psgrad.testing.loop_grads(*single))
+    exact = optree.tree_leaves(case.loop_grads())
+    found = optree.tree_leaves(grads_of(case, *case.make(torch.float32)))
+    plain = optree.tree_leaves(case.loop_grads(torch.float32))
     for g, p, e in zip(found, plain, exact, strict=True):
         assert g.dtype == torch.float32
         if e.numel():

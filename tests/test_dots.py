@@ -23,7 +23,7 @@ from psgrad.factors.rows import Rows
 
 from .cases import CASES, Case, N
 from .test_contract import assert_close
-from .test_quantities import flat, linear_loss, oracle, pytestmark, tied_gpt, warns, workspace  # noqa: F401
+from .test_quantities import flat, linear_loss, pytestmark, tied_gpt, warns, workspace  # noqa: F401
 
 ROUNDED = {"cast"}  # cases that compute in float32
 
@@ -48,7 +48,7 @@ def expected(grads: Any, v: Any, k: int | None) -> Any:
 @pytest.mark.usefixtures("workspace")
 def test_as_the_loop_has_them(case: Case) -> None:
     fn, params, batch = case.make()
-    grads = oracle(case)
+    grads = case.loop_grads()
     close: Any = {"rtol": 1e-5, "atol": 1e-6} if case.id in ROUNDED else {}
     with warns(case):
         fg = psgrad.factored_grads(fn, params, batch)

@@ -19,7 +19,7 @@ from psgrad.factors.rows import Rows
 from .cases import CASES, Case, N
 from .test_contract import assert_close
 from .test_dots import Everything, nothing_written
-from .test_quantities import linear_loss, oracle, pytestmark, warns, workspace  # noqa: F401
+from .test_quantities import linear_loss, pytestmark, warns, workspace  # noqa: F401
 
 Sides = tuple[Tensor | None, Tensor | None]
 
@@ -70,7 +70,7 @@ def test_gradients_are_mapped_as_the_loops_are(case: Case) -> None:
         fg = psgrad.factored_grads(fn, params, batch)
     torch.manual_seed(0)
     for kind in SIDES:
-        maps, want = chosen(oracle(case), kind)
+        maps, want = chosen(case.loop_grads(), kind)
         mapped = fg.precondition(maps)
         rows = torch.cat([t.reshape(N, t[0].numel()) for t in want], 1)
         assert_close(optree.tree_leaves(mapped.dense()), want)
@@ -84,7 +84,7 @@ def test_gradients_are_mapped_as_the_loops_are(case: Case) -> None:
 def test_statistics_in_another_basis(case: Case) -> None:
     fn, params, batch = case.make()
     for kind in ("both", "smaller"):
-        maps, want = chosen(oracle(case), kind)
+        maps, want = chosen(case.loop_grads(), kind)
         basis = {name: tuple(t if t is None else t.mT for t in pair) for name, pair in maps.items()}
         for options in ({}, {"chunk_size": 3}):
             with warns(case):

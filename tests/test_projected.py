@@ -24,7 +24,7 @@ from psgrad.factors.sum import Placement, Sum
 from .cases import CASES, Case, N
 from .test_contract import assert_close
 from .test_dots import nothing_written
-from .test_quantities import flat, linear_loss, oracle, pytestmark, tied_gpt, warns, workspace  # noqa: F401
+from .test_quantities import flat, linear_loss, pytestmark, tied_gpt, warns, workspace  # noqa: F401
 
 # ---- the generator -----------------------------------------------------------------------------------------
 
@@ -120,7 +120,7 @@ def projected(grads: Any, dim: int, seed: int, two_sided: bool) -> Tensor:
 def test_the_loops_gradients_projected(case: Case) -> None:
     fn, params, batch = case.make()
     for dim, two_sided in ((5, False), (16, False), (6, True)):
-        want = projected(oracle(case), dim, 3, two_sided)
+        want = projected(case.loop_grads(), dim, 3, two_sided)
         kind: Any = "two_sided" if two_sided else "sketch"
         with warns(case):
             assert_close(psgrad.projected_grads(fn, params, batch, dim, seed=3, kind=kind), want)
@@ -136,7 +136,7 @@ def moments(params: Any) -> Any:
 def test_gradients_divided_by_second_moments(case: Case) -> None:
     fn, params, batch = case.make()
     v = moments(params)
-    scaled = optree.tree_map(lambda g, m: g / (m.sqrt() + 0.1), oracle(case), v)
+    scaled = optree.tree_map(lambda g, m: g / (m.sqrt() + 0.1), case.loop_grads(), v)
     for kind in ("sketch", "two_sided"):
         want = projected(scaled, 6, 1, kind == "two_sided")
         for options in ({}, {"chunk_size": 3}):
@@ -152,7 +152,7 @@ def test_a_projector_of_ones_own(case: Case) -> None:
     generator = torch.Generator().manual_seed(2)
     own = {k: torch.randn(p.numel(), 5, dtype=p.dtype, generator=generator) for k, p in named.items()}
     project = lambda name, grads: grads.reshape(len(grads), own[name].shape[0]) @ own[name]
-    want = flat_rows(oracle(case)) @ torch.cat(list(own.values()))
+    want = flat_rows(case.loop_grads()) @ torch.cat(list(own.values()))
     for options in ({}, {"chunk_size": 3}):
         with warns(case):
             assert_close(psgrad.projected_grads(fn, params, batch, 5, projector=project, **options), want)

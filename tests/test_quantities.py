@@ -40,15 +40,6 @@ pytestmark = [
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 
 
-_LOOPED: dict[str, Any] = {}
-
-
-def oracle(case: Case) -> Any:
-    if case.id not in _LOOPED:
-        _LOOPED[case.id] = psgrad.testing.loop_grads(*case.make())
-    return _LOOPED[case.id]
-
-
 def flat(grads: Any) -> Tensor:
     """(N, P) of a tree of gradients."""
     return torch.cat([t.flatten(1) if t.dim() > 1 else t[:, None] for t in optree.tree_leaves(grads)], 1)
@@ -83,7 +74,7 @@ def workspace(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.usefixtures("workspace")
 def test_factored_grads_answer_as_the_loop_does(case: Case) -> None:
     fn, params, batch = case.make()
-    grads, w = oracle(case), torch.linspace(-1, 2, N, dtype=torch.float64)
+    grads, w = case.loop_grads(), torch.linspace(-1, 2, N, dtype=torch.float64)
     rows = flat(grads)
     with warns(case):
         fg = psgrad.factored_grads(fn, params, batch)
@@ -110,7 +101,7 @@ def test_factored_grads_answer_as_the_loop_does(case: Case) -> None:
 @every_case
 def test_one_call_functions_stream_over_chunks(case: Case) -> None:
     fn, params, batch = case.make()
-    grads = oracle(case)
+    grads = case.loop_grads()
     rows = flat(grads)
     norms = rows.norm(dim=1)
     bound = float(norms.median()) or 1.0
