@@ -362,6 +362,32 @@ def test_train_and_eval() -> None:
     assert (step.cache_info().graphs, step.cache_info().misses) == (2, 0)
 
 
+@pytest.mark.parametrize("depth", [1, 6, 20])
+def test_an_attribute_of_a_module_deep_inside(depth: int) -> None:
+    class Leaf(nn.Module):
+        offset = 1.0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.scale = nn.Linear(6, 5, dtype=D), 2.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) * self.scale + self.offset
+
+    leaf = Leaf()
+    model: nn.Module = leaf
+    for _ in range(depth):
+        model = nn.Sequential(model)
+    fn, params = psgrad.from_module(model, lambda out, y: F.cross_entropy(out.square(), y))
+    step, batch = compiled_norms(fn), (torch.randn(N, 6, dtype=D), torch.arange(N))
+    check(step, params, batch)
+    leaf.scale = 3.0
+    check(step, params, batch)
+    Leaf.offset = 2.0
+    check(step, params, batch)
+    assert step.cache_info().graphs == 3
+
+
 def test_a_hook_that_comes_later() -> None:
     model = net()
     fn, params = psgrad.from_module(model, F.cross_entropy)

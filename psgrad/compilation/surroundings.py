@@ -32,9 +32,8 @@ _LIBRARIES = (
     "threading",
     "psgrad",
 )  # whose functions and objects are fixed
-_DEPTH = 8  # of containers and objects inside one another
 _LONG = 1024  # a list with more items is data
-_MANY = 4096  # places; what has more is a library of its own
+_MANY = 4096  # places outside of models; what has more is a library of its own
 
 _contents = attrgetter("cell_contents")
 _member = types.MappingProxyType.get
@@ -67,7 +66,11 @@ class Surroundings:
         self._read: set[str] = set()  # names that some function's code mentions
         self._seen: set[int] = set()
         self._known: set[tuple[int, str]] = set()  # attributes that have a place
-        self._look(fn, 0)
+        self._spaces: dict[int, Any] = {}  # modules of Python and classes that were met
+        self._modules: deque[torch.nn.Module] = deque()
+        self._others: deque[Any] = deque()
+        self._look(fn)
+        self._look_everywhere()
         self.sizes = list(map(len, self.sized))
 
     def are_same(self) -> bool:
@@ -123,16 +126,15 @@ class Surroundings:
 
     # ---- how the places are found ----------------------------------------------------------------------------
 
-    def _place(self, home: dict[Any, Any], key: Any, value: Any, depth: int) -> None:
-        if len(self.dicts) < _MANY:
-            self.dicts.append(home)
-            self.keys.append(key)
-            self.items.append(value)
-            self._look(value, depth + 1)
+    def _place(self, home: dict[Any, Any], key: Any, value: Any) -> None:
+        self.dicts.append(home)
+        self.keys.append(key)
+        self.items.append(value)
+        self._look(value)
 
-    def _attribute(self, home: Any, name: str, depth: int) -> None:
+    def _attribute(self, home: Any, name: str) -> None:
         value = _attribute(home, name)
-        if value is _NOTHING or len(self._known) >= _MANY or (id(home), name) in self._known:
+        if value is _NOTHING or (id(home), name) in self._known:
             return
         self._known.add((id(home), name))
         if isinstance(home, type):
@@ -143,47 +145,64 @@ class Surroundings:
             self.objects.append(home)
             self.names.append(name)
             self.attributes.append(value)
-        self._look(value, depth + 1)
+        self._look(value)
 
-    def _look(self, value: Any, depth: int) -> None:
+    def _look(self, value: Any) -> None:
+        """Have the places inside `value` found, in its turn: what is near comes before what is far."""
+        if not isinstance(value, _STOPS) and id(value) not in self._seen:
+            self._seen.add(id(value))
+            (self._modules if isinstance(value, torch.nn.Module) else self._others).append(value)
+
+    def _look_everywhere(self) -> None:
+        """Of models all places, however deep they are: their flags are what people change. Of the rest the nearest."""
+        far = 0
+        while self._modules or self._others:
+            if self._modules:
+                self._look_at_module(self._modules.popleft())
+            elif far < _MANY:
+                before = len(self.dicts) + len(self._known)
+                self._look_inside(self._others.popleft())
+                far += len(self.dicts) + len(self._known) - before
+            else:
+                self._others.clear()
+            if not self._modules and not self._others:
+                self._look_at_namespaces()
+
+    def _look_inside(self, value: Any) -> None:
         """Find the places inside `value`."""
-        if isinstance(value, _STOPS) or depth > _DEPTH or id(value) in self._seen:
-            return
-        self._seen.add(id(value))
         if isinstance(value, types.FunctionType):
-            self._look_at_function(value, depth)
+            self._look_at_function(value)
         elif isinstance(value, types.MethodType):
-            self._look_at_all((value.__self__, value.__func__), depth)
+            self._look_at_all((value.__self__, value.__func__))
         elif isinstance(value, types.BuiltinFunctionType):
-            self._look(value.__self__, depth + 1)
+            self._look(value.__self__)
         elif isinstance(value, functools.partial):
-            self._look_at_all((value.func, value.args, value.keywords), depth)
+            self._look_at_all((value.func, value.args, value.keywords))
         elif isinstance(value, (staticmethod, classmethod)):
-            self._look(value.__func__, depth + 1)
+            self._look(value.__func__)
         elif isinstance(value, property):
-            self._look(value.fget, depth + 1)
+            self._look(value.fget)
         elif isinstance(value, dict):
             self.sized.append(value)
             for key, item in list(value.items()):
-                self._place(value, key, item, depth)
+                self._place(value, key, item)
         elif isinstance(value, list) and len(value) <= _LONG:
             self.lists.append(value)
             self.copies.append(list(value))
-            self._look_at_all(value, depth)
+            self._look_at_all(value)
         elif isinstance(value, (tuple, frozenset)):
-            self._look_at_all(value, depth)
-        elif isinstance(value, torch.nn.Module):
-            self._look_at_module(value, depth)
+            self._look_at_all(value)
         elif isinstance(value, (type, types.ModuleType)):
-            self._look_at_namespace(value, depth)
+            if not _is_fixed(value.__name__ if isinstance(value, types.ModuleType) else value.__module__):
+                self._spaces[id(value)] = value
         else:
-            self._look_at_object(value, depth)
+            self._look_at_object(value)
 
-    def _look_at_all(self, values: Any, depth: int) -> None:
+    def _look_at_all(self, values: Any) -> None:
         for value in values:
-            self._look(value, depth + 1)
+            self._look(value)
 
-    def _look_at_function(self, function: types.FunctionType, depth: int) -> None:
+    def _look_at_function(self, function: types.FunctionType) -> None:
         is_fixed = _is_fixed(function.__module__)
         if not is_fixed:
             self._read.update(_mentioned(function.__code__))
@@ -195,34 +214,33 @@ class Surroundings:
                 continue
             self.cells.append(cell)
             self.contents.append(value)
-            self._look(value, depth + 1)
+            self._look(value)
         if is_fixed:
             return
         for name in ("__code__", "__defaults__", "__kwdefaults__"):
-            self._attribute(function, name, depth)
+            self._attribute(function, name)
         scope = function.__globals__
         for name in dict.fromkeys(_names(function.__code__)):  # what is not there may come, in front of a builtin too
-            self._place(scope, name, scope.get(name), depth)
+            self._place(scope, name, scope.get(name))
 
-    def _look_at_namespace(self, home: Any, depth: int) -> None:
-        """What a module of Python, or a class, has under names that the functions so far mention."""
-        if not _is_fixed(home.__name__ if isinstance(home, types.ModuleType) else home.__module__):
-            self._seen.discard(id(home))  # a function that comes later may mention other names
+    def _look_at_namespaces(self) -> None:
+        """What modules of Python, and classes, have under names that some function mentions."""
+        for home in list(self._spaces.values()):
             for name in sorted(self._read & vars(home).keys()):
-                self._attribute(home, name, depth)
+                self._attribute(home, name)
 
-    def _look_at_module(self, module: torch.nn.Module, depth: int) -> None:
+    def _look_at_module(self, module: torch.nn.Module) -> None:
         home = vars(module)
         self.sized.append(home)  # what an instance gets hides what its class has
-        self._look_at_all(HOOKS_OF_ALL_MODULES, depth)
+        self._look_at_all(HOOKS_OF_ALL_MODULES)
         for key, value in list(home.items()):
             if key.startswith("_") and isinstance(value, dict):  # torch's own: parameters, buffers, modules, hooks
-                self._look(value, depth + 1)
+                self._look_inside(value)
             else:
-                self._place(home, key, value, depth)
-        self._look_at_class(type(module), depth)
+                self._place(home, key, value)
+        self._look_at_class(type(module))
 
-    def _look_at_class(self, kind: type, depth: int) -> None:
+    def _look_at_class(self, kind: type) -> None:
         """The methods of a class, which the instance's own code may call, and the attributes that these mention."""
         own = [each for each in kind.__mro__ if not _is_fixed(each.__module__)]
         for each in own:
@@ -230,15 +248,14 @@ class Surroundings:
                 self._known.add((id(each), ""))
                 self.sized.append(vars(each))
             for name in [name for name, v in vars(each).items() if isinstance(v, _METHODS)]:
-                self._attribute(each, name, depth)
-        for each in own:
-            self._look_at_namespace(each, depth)
+                self._attribute(each, name)
+        self._spaces.update((id(each), each) for each in own)
 
-    def _look_at_object(self, value: Any, depth: int) -> None:
+    def _look_at_object(self, value: Any) -> None:
         if isinstance(value, io.IOBase):  # such as sys.stderr, which loggers hold: an Iterator over lines
             return
         if isinstance(value, _MANAGER):  # as a decorator it makes another for every call
-            self._look_at_all((value.func, value.args, value.kwds), depth)
+            self._look_at_all((value.func, value.args, value.kwds))
         elif isinstance(value, (random.Random, Iterator)) or _is_numpys_generator(value):
             self.refusal = f"fn reads a {type(value).__name__}, which gives something else every time"
         elif isinstance(value, set):
@@ -247,16 +264,17 @@ class Surroundings:
         elif _contents_of(value) is not _NOTHING:
             self.frozen.append((value, _contents_of(value)))
         elif type(value).__module__ == "functools":  # a function behind a cache
-            self._look(getattr(value, "__wrapped__", None), depth + 1)
+            self._look(getattr(value, "__wrapped__", None))
         elif not _is_fixed(type(value).__module__):
             home = getattr(value, "__dict__", {})
+            home = home if isinstance(home, dict) else {}
             if home:
                 self.sized.append(home)
             for key, item in list(home.items()):
-                self._place(home, key, item, depth)
+                self._place(home, key, item)
             for name in [n for kind in type(value).__mro__ for n in _slots(kind)]:
-                self._attribute(value, name, depth)
-            self._look_at_class(type(value), depth)
+                self._attribute(value, name)
+            self._look_at_class(type(value))
 
 
 def _has_contents(cell: types.CellType) -> bool:
@@ -288,7 +306,11 @@ def _contents_of(value: Any) -> Any:
     if isinstance(value, (bytearray, array)):
         return bytes(value)
     numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)) and value.nbytes <= _LONG:
+    if (
+        numpy is not None
+        and (type(value) is numpy.ndarray or isinstance(value, numpy.generic))
+        and value.nbytes <= _LONG
+    ):
         return value.tobytes()
     return _NOTHING
 
