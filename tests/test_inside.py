@@ -228,15 +228,30 @@ def test_other_numbers_inside_go_by_vmap() -> None:
     psgrad.testing.check(fn, params, x, rules={"params['w']": ["vmap"]})
 
 
-@pytest.mark.parametrize("kind", ["gradient of gradient"])
-def test_nothing_of_n_times_p_inside(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["gradient of gradient", "hessian", "vmap of jvp", "forward over reverse"])
+def test_nothing_of_n_times_p_inside(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a few samples and many positions `gram` writes gradients out, but never more than a tile of them."""
     torch.manual_seed(0)
     width, n = 64, 12
     model = nn.Sequential(nn.Linear(D, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1))
     params = {k: p.detach() for k, p in model.named_parameters()}
     value = lambda p, x: functional_call(model, p, (x,)).squeeze()
     fn, x = (lambda p, x: LOSSES[kind](value, p, x)), torch.randn(n, D)
+    monkeypatch.setattr(costs, "TILE", n * width * width * x.element_size() // 4)
     for quantity in (psgrad.per_sample_norms, psgrad.gram, lambda *a: psgrad.clipped_grad(*a, 1.0)):
         with Watch() as watch:
             quantity(fn, params, x)
-        assert watch.most < n * width * width / 2
+        assert watch.most <= n * width * width // 4
+
+
+@pytest.mark.parametrize("name", ["hessian", "vmap of jvp", "forward over reverse"])
+def test_compiled(name: str) -> None:
+    u, params = net()
+    fn = lambda p, x: LOSSES[name](u, p, x)
+    step = psgrad.compile(psgrad.per_sample_norms, fn, backend="replay")
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x, given = torch.randn(N, D), {k: p + 0.1 * torch.randn_like(p) for k, p in params.items()}
+        assert_close(step(given, x), psgrad.per_sample_norms(fn, given, x))
+    info = step.cache_info()
+    assert (info.hits, info.misses, info.graphs) == (3, 0, 1)
