@@ -3,11 +3,12 @@
 import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
@@ -20,22 +21,22 @@ recomputed = partial(checkpoint, use_reentrant=False)
 
 
 @pytest.fixture(autouse=True)
-def float64():
+def float64() -> None:
     torch.set_default_dtype(torch.float64)  # conftest puts it back
 
 
-def _block(width=WIDTH):
+def _block(width: Any = WIDTH) -> Any:
     return nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.Tanh())
 
 
 class Net(nn.Module):
     """Blocks in a row; `how` calls one."""
 
-    def __init__(self, blocks, how):
+    def __init__(self, blocks: Any, how: Any) -> None:
         super().__init__()
         self.blocks, self.how = nn.Sequential(*blocks), how
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         if self.how == "sequential":
             return checkpoint_sequential(self.blocks, 2, x, use_reentrant=False)
         for block in self.blocks:
@@ -43,11 +44,11 @@ class Net(nn.Module):
         return x
 
 
-def _plainly(block, x):
+def _plainly(block: Any, x: Any) -> Any:
     return block(x)
 
 
-def _nested(block, x):
+def _nested(block: Any, x: Any) -> Any:
     return recomputed(lambda x: recomputed(block, recomputed(torch.sin, x)), x)
 
 
@@ -65,7 +66,7 @@ HOWS = {
 }
 
 
-def _pair(how, blocks):
+def _pair(how: Any, blocks: Any) -> Any:
     """`(fn, params)` with checkpoints, and fn without: both with parameters that the module does not have."""
     net = Net(blocks, how)
     fn, params = psgrad.from_module(net, F.mse_loss)
@@ -73,16 +74,16 @@ def _pair(how, blocks):
     return fn, {k: p + torch.randn_like(p) for k, p in params.items()}, psgrad.from_module(plain, F.mse_loss)[0]
 
 
-def _batch():
+def _batch() -> Any:
     return torch.randn(N, 3, WIDTH), torch.randn(N, 3, WIDTH)
 
 
-def _close(found, wanted):
+def _close(found: Any, wanted: Any) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_exact(how):
+def test_exact(how: Any) -> None:
     """Equal to fn without checkpoints, for other parameters than the module's own; a loop would warn."""
     fn, params, plain = _pair(HOWS[how], [_block() for _ in range(3)])
     batch = _batch()
@@ -92,7 +93,7 @@ def test_exact(how):
 @pytest.mark.parametrize("how", ["module", "sequential"])
 @pytest.mark.parametrize("chunk_size", [None, 2])
 @pytest.mark.parametrize("randomness", ["different", "same"])
-def test_dropout_repeats_in_the_recomputation(how, chunk_size, randomness):
+def test_dropout_repeats_in_the_recomputation(how: Any, chunk_size: Any, randomness: Any) -> None:
     fn, params, plain = _pair(HOWS[how], [nn.Sequential(_block(), nn.Dropout(0.4)) for _ in range(3)])
     batch, grads = _batch(), []
     for function in (fn, plain):
@@ -101,7 +102,7 @@ def test_dropout_repeats_in_the_recomputation(how, chunk_size, randomness):
     _close(*grads)
 
 
-def test_by_functional_call():
+def test_by_functional_call() -> None:
     net = Net([_block(), _block()], recomputed)
     params = {k: torch.randn_like(p) for k, p in net.named_parameters()}
     plain = Net(net.blocks, _plainly)
@@ -112,13 +113,13 @@ def test_by_functional_call():
     )
 
 
-def test_parameters_and_samples_that_the_function_closes_over():
+def test_parameters_and_samples_that_the_function_closes_over() -> None:
     """Bare parameters, functions of parameters, branches and plain vmap inside a checkpoint."""
 
-    def fn(p, sample, through):
+    def fn(p: Any, sample: Any, through: Any) -> Any:
         x, mask = sample
 
-        def inner(h):
+        def inner(h: Any) -> Any:
             w = torch.tanh(p["w"]) * p["s"]
             h = F.linear(h, w, p["b"]) * mask + torch.cumsum(p["b"], 0)
             return h.cos() if h.sum() > 0 else h.sin() * p["s"]
@@ -135,16 +136,16 @@ def test_parameters_and_samples_that_the_function_closes_over():
 
 @pytest.mark.parametrize("hooks", [False, True])
 @pytest.mark.parametrize("nested", [False, True])
-def test_parameters_as_arguments(nested, hooks):
+def test_parameters_as_arguments(nested: Any, hooks: Any) -> None:
     """Recognised in the recomputation, also where somebody else's hooks have kept them."""
 
-    def layer(x, w, b):
+    def layer(x: Any, w: Any, b: Any) -> Any:
         return torch.tanh(F.linear(x, w, b)) * b
 
-    def inner(x, w, b):
+    def inner(x: Any, w: Any, b: Any) -> Any:
         return recomputed(layer, x, w, b) if nested else layer(x, w, b)
 
-    def fn(p, x, through):
+    def fn(p: Any, x: Any, through: Any) -> Any:
         return through(lambda x, w, b: inner(inner(x, w, b), w, b), torch.sin(x), p["w"], p["b"]).square().sum()
 
     params, x = {"w": torch.randn(WIDTH, WIDTH), "b": torch.randn(WIDTH)}, torch.randn(N, WIDTH)
@@ -154,7 +155,7 @@ def test_parameters_as_arguments(nested, hooks):
     _close(found, psgrad.testing.loop_grads(lambda p, x: fn(p, x, lambda f, *args: f(*args)), params, x))
 
 
-def test_one_model_in_threads():
+def test_one_model_in_threads() -> None:
     """Each recomputation sees the parameters of its own call."""
     fn, params, plain = _pair(recomputed, [_block() for _ in range(3)])
     batch = _batch()
@@ -165,7 +166,7 @@ def test_one_model_in_threads():
         _close(run.result(), psgrad.testing.loop_grads(plain, p, batch))
 
 
-def test_parametrised_weights_inside():
+def test_parametrised_weights_inside() -> None:
     blocks = [nn.Sequential(parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh()) for _ in range(2)]
     fn, params, plain = _pair(recomputed, blocks)
     batch = _batch()
@@ -173,10 +174,10 @@ def test_parametrised_weights_inside():
 
 
 @pytest.mark.parametrize("leaf", ["argument", "method", "attribute"])
-def test_leaves_that_the_function_makes(leaf):
+def test_leaves_that_the_function_makes(leaf: Any) -> None:
     """Models make a tensor require grad so that torch's checkpoint has something to differentiate."""
 
-    def shift(x):
+    def shift(x: Any) -> Any:
         zeros = torch.zeros(WIDTH, requires_grad=leaf == "argument")
         if leaf == "method":
             x = x.requires_grad_()
@@ -191,11 +192,11 @@ def test_leaves_that_the_function_makes(leaf):
     )
 
 
-def test_autocast_inside():
+def test_autocast_inside() -> None:
     """The recomputation runs at the precision of the first run."""
     x, params = torch.randn(N, 3, WIDTH, dtype=torch.float32), torch.randn(WIDTH, WIDTH, dtype=torch.float32)
 
-    def fn(p, x, through):
+    def fn(p: Any, x: Any, through: Any) -> Any:
         with torch.autocast("cpu", torch.bfloat16):
             return through(lambda h: F.linear(h, p).tanh(), through(lambda h: F.linear(h, p).tanh(), x)).sum()
 
@@ -203,7 +204,7 @@ def test_autocast_inside():
     assert torch.equal(found, psgrad.per_sample_grads(lambda p, x: fn(p, x, lambda f, x: f(x)), params, x))
 
 
-def test_rules_run_and_are_reported_once():
+def test_rules_run_and_are_reported_once() -> None:
     fn, params, plain = _pair(recomputed, [_block(), _block()])
     batch = _batch()
     assert psgrad.testing.rules_used(fn, params, batch) == psgrad.testing.rules_used(plain, params, batch)
@@ -211,7 +212,7 @@ def test_rules_run_and_are_reported_once():
     assert sorted(rows) == sorted((r.param, r.how, r.factor) for r in psgrad.explain(plain, params, batch).rows)
 
 
-def _peak(how):
+def _peak(how: Any) -> Any:
     blocks = [nn.Sequential(_block(32), _block(32), _block(32)) for _ in range(8)]
     fn, params = psgrad.from_module(Net(blocks, how), F.mse_loss)
     batch = torch.randn(4, 200, 32), torch.randn(4, 200, 32)
@@ -221,7 +222,7 @@ def _peak(how):
     return meter.peak, fn, params, batch
 
 
-def test_memory_goes_down():
+def test_memory_goes_down() -> None:
     """Eight blocks of nine layers: kept are eight inputs, and one block's activations at a time."""
     (plain, *_), (less, fn, params, batch) = _peak(_plainly), _peak(recomputed)
     assert less < 0.35 * plain
@@ -230,7 +231,7 @@ def test_memory_goes_down():
     _close(found, psgrad.per_sample_grads(fn, params, batch))
 
 
-def test_the_model_is_left_as_it_was():
+def test_the_model_is_left_as_it_was() -> None:
     net = Net([nn.Sequential(_block(), nn.BatchNorm1d(3))], recomputed).eval()
     state = {k: (id(t), t.clone()) for k, t in net.state_dict(keep_vars=True).items()}
     fn, params = psgrad.from_module(net, F.mse_loss)
@@ -241,27 +242,27 @@ def test_the_model_is_left_as_it_was():
 
 class OldStyle(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx: Any, x: Tensor) -> Any:
         return x * 2
 
     @staticmethod
-    def backward(ctx, g):
+    def backward(ctx: Any, g: Tensor) -> Any:
         return g * 2
 
 
 class Doubled(nn.Module):
-    def __init__(self, how):
+    def __init__(self, how: Any) -> None:
         super().__init__()
         self.how = how
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         if self.how == "one op":
             return OldStyle.apply(x)
         return x * (2 + 0 * float(x.detach().numpy().sum()))
 
 
 @pytest.mark.parametrize("how", ["one op", "all"])
-def test_in_the_loop(how):
+def test_in_the_loop(how: Any) -> None:
     """Where something else needs a loop: recomputed with the parameters of the call there too."""
     fn, params, plain = _pair(recomputed, [_block(), nn.Sequential(Doubled(how), _block())])
     batch = _batch()
@@ -275,18 +276,18 @@ class Hidden:
 
     __slots__ = ("model",)
 
-    def __init__(self, model):
+    def __init__(self, model: Any) -> None:
         self.model = model
 
-    def __call__(self, x):
+    def __call__(self, x: Any) -> Any:
         return self.model(x)
 
 
-def test_parameters_that_the_recomputation_does_not_find():
+def test_parameters_that_the_recomputation_does_not_find() -> None:
     """Refused: torch itself would silently compute with the module's own parameters."""
     hidden = Hidden(_block())
 
-    def fn(p, x):
+    def fn(p: Any, x: Any) -> Any:
         return functional_call(Net([hidden.model], lambda _, x: recomputed(hidden, x)), p, (x,)).square().sum()
 
     params = {f"blocks.0.{k}": torch.randn_like(p) for k, p in hidden.model.named_parameters()}

@@ -1,6 +1,7 @@
 """Edges where a rule, the engine or a module could part ways with torch without anybody noticing."""
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 import psgrad
 
 
-def losses_of(fn, params, batch):
+def losses_of(fn: Any, params: Any, batch: Any) -> Any:
     return psgrad.per_sample_grads(fn, params, batch, return_value=True)[1]
 
 
@@ -22,13 +23,13 @@ def losses_of(fn, params, batch):
     ],
     ids=["instance", "batch"],
 )
-def test_norm_by_running_statistics_that_are_not_there(norm):
+def test_norm_by_running_statistics_that_are_not_there(norm: Any) -> None:
     """torch's own error, not a crash."""
     with pytest.raises(RuntimeError, match="running_mean"):
         psgrad.per_sample_grads(lambda w, x: norm(x, w).sum(), torch.ones(3), torch.randn(2, 1, 3, 4))
 
 
-def test_one_model_in_three_threads():
+def test_one_model_in_three_threads() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     kept = list(model.parameters())
     x, y = torch.randn(6, 4).double(), torch.randint(3, (6,))
@@ -36,7 +37,7 @@ def test_one_model_in_three_threads():
     want = psgrad.per_sample_grads(fn, params, (x, y))
     wrong = []
 
-    def work(scale):
+    def work(scale: Any) -> None:
         fn, params = psgrad.from_module(model, F.cross_entropy)
         scaled = {k: p * scale for k, p in params.items()}
         mine = want if scale == 1 else psgrad.testing.loop_grads(fn, scaled, (x, y))
@@ -54,8 +55,8 @@ def test_one_model_in_three_threads():
 
 
 @pytest.mark.parametrize("write", [lambda p: p.data.mul_(0.5), lambda p: p.detach()[0].add_(1)], ids=["data", "detach"])
-def test_parameters_changed_through_an_alias(write):
-    def fn(p, x):
+def test_parameters_changed_through_an_alias(write: Any) -> None:
+    def fn(p: Any, x: Any) -> Any:
         write(p)
         return (p * x).sum() ** 2
 
@@ -68,7 +69,7 @@ def test_parameters_changed_through_an_alias(write):
 
 @pytest.mark.parametrize(("p", "x", "dtype"), [(300.0, 600.0, torch.float16), (1e-25, 1e-30, torch.float32)])
 @pytest.mark.parametrize("first", [True, False])
-def test_division_does_not_square(p, x, dtype, first):
+def test_division_does_not_square(p: Any, x: Any, dtype: Any, first: Any) -> None:
     p, x = torch.tensor([p], dtype=dtype), torch.tensor([[x], [x / 2]], dtype=dtype)
     fn = (lambda p, x: (x / p).sum()) if first else (lambda p, x: (p / (x * 1.0)).sum())
     if not first and dtype == torch.float32:
@@ -84,19 +85,19 @@ def test_division_does_not_square(p, x, dtype, first):
         (torch.randn(3), torch.randn(5, 1, dtype=torch.float64)),
     ],
 )
-def test_scalars_promote_as_torch_has_it(p, x):
+def test_scalars_promote_as_torch_has_it(p: Any, x: Any) -> None:
     fn = lambda p, x: (x.sum() * p).sum()
     assert losses_of(fn, p, x).dtype == fn(p, x[0]).dtype
     torch.testing.assert_close(psgrad.per_sample_grads(fn, p, x), psgrad.testing.loop_grads(fn, p, x))
 
 
-def test_bias_that_is_not_a_vector():
+def test_bias_that_is_not_a_vector() -> None:
     w, b, x = torch.randn(2, 3).double(), torch.randn(2, 1).double(), torch.randn(1, 2, 3).double()
     fn = lambda p, x: F.linear(x, p["w"], p["b"]).sin().sum()
     psgrad.testing.check(fn, {"w": w, "b": b}, x)
 
 
-def test_matrix_times_vector_under_autocast():
+def test_matrix_times_vector_under_autocast() -> None:
     w, x = torch.randn(3, 4), torch.randn(5, 4)
     fn = lambda w, x: torch.mv(w, x).square().sum()
     with torch.autocast("cpu", torch.bfloat16):
@@ -104,16 +105,16 @@ def test_matrix_times_vector_under_autocast():
         torch.testing.assert_close(psgrad.per_sample_grads(fn, w, x), psgrad.testing.loop_grads(fn, w, x))
 
 
-def test_an_error_that_speaks_of_randomness_is_still_the_users():
-    def fn(p, x):
+def test_an_error_that_speaks_of_randomness_is_still_the_users() -> None:
+    def fn(p: Any, x: Any) -> None:
         raise ValueError("random forest is missing")
 
     with pytest.raises(ValueError, match=r"^random forest is missing$"):
         psgrad.per_sample_grads(fn, torch.ones(2), torch.ones(3, 2), randomness="error")
 
 
-def test_no_samples_change_nothing():
-    def fn(p, x):
+def test_no_samples_change_nothing() -> None:
+    def fn(p: Any, x: Any) -> Any:
         p.mul_(2)
         return (p * torch.rand_like(x)).sum(), x
 
@@ -126,7 +127,7 @@ def test_no_samples_change_nothing():
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
-def test_weight_norm_by_hooks_leaves_the_module_usable():
+def test_weight_norm_by_hooks_leaves_the_module_usable() -> None:
     model = nn.utils.weight_norm(nn.Linear(4, 3).double())
     fn, params = psgrad.from_module(model, F.mse_loss)
     batch = torch.randn(5, 4).double(), torch.randn(5, 3).double()
@@ -135,10 +136,10 @@ def test_weight_norm_by_hooks_leaves_the_module_usable():
     assert not torch._C._functorch.is_batchedtensor(model.weight)
 
 
-def test_constant_weight_changed_in_place():
+def test_constant_weight_changed_in_place() -> None:
     """torch's own complaint comes out, as it does without psgrad."""
 
-    def fn(p, x):
+    def fn(p: Any, x: Any) -> Any:
         c = torch.ones(2, 1, 1)
         y = F.conv1d((x * p)[None], c)
         c.mul_(3)
@@ -148,7 +149,7 @@ def test_constant_weight_changed_in_place():
         psgrad.per_sample_grads(fn, torch.ones(4), torch.randn(3, 4))
 
 
-def test_large_results_are_ordinary_tensors():
+def test_large_results_are_ordinary_tensors() -> None:
     """Over 8 MiB: the memory is the system's own, and behaves."""
     w, x = torch.randn(512, 512).double(), torch.randn(20, 512).double()
     fn = lambda w, x: F.linear(x, w).square().sum()
@@ -162,7 +163,7 @@ def test_large_results_are_ordinary_tensors():
     assert grads.clone().sum() == 0
 
 
-def test_many_bare_parameters_cost_one_walk():
+def test_many_bare_parameters_cost_one_walk() -> None:
     """A use without a rule looks at the graph; that must not be done once per parameter."""
     params = [torch.randn(3) for _ in range(150)]
     calls = []
@@ -173,7 +174,7 @@ def test_many_bare_parameters_cost_one_walk():
     assert len(calls) == 1
 
 
-def test_complex_parameters_are_refused_with_a_remedy():
+def test_complex_parameters_are_refused_with_a_remedy() -> None:
     with pytest.raises(psgrad.ArgumentTypeError) as error:
         psgrad.per_sample_grads(lambda p, x: p.abs().sum(), torch.ones(2, dtype=torch.complex64), torch.ones(3))
     assert str(error.value) == (
@@ -182,7 +183,7 @@ def test_complex_parameters_are_refused_with_a_remedy():
     )
 
 
-def test_check_names_an_unknown_path():
+def test_check_names_an_unknown_path() -> None:
     fn, w, x = lambda p, x: F.linear(x, p["w"]).sum(), torch.ones(2, 3), torch.ones(4, 3)
     with pytest.raises(AssertionError, match=r"no parameter is called w; there are params\['w'\]"):
         psgrad.testing.check(fn, {"w": w}, x, rules={"w": ["linear"]})
@@ -192,15 +193,15 @@ def test_check_names_an_unknown_path():
 
 
 @pytest.mark.parametrize("chunk_size", [None, 1])
-def test_logits_that_are_a_parameter(chunk_size):
+def test_logits_that_are_a_parameter(chunk_size: Any) -> None:
     p, t = torch.randn(3, 5, dtype=torch.float64), torch.randint(5, (2, 3))
     fn = lambda p, t: F.cross_entropy(p, t)
     ours = psgrad.per_sample_grads(fn, p, t, chunk_size=chunk_size)
     torch.testing.assert_close(ours, psgrad.testing.loop_grads(fn, p, t))
 
 
-def test_a_view_without_a_graph_stops_the_gradient():
-    def fn(p, x):
+def test_a_view_without_a_graph_stops_the_gradient() -> None:
+    def fn(p: Any, x: Any) -> Any:
         h = torch.tanh(p["a"] @ x)
         with torch.no_grad():
             still = h.unsqueeze(0)
@@ -211,8 +212,8 @@ def test_a_view_without_a_graph_stops_the_gradient():
     torch.testing.assert_close(psgrad.per_sample_grads(fn, p, x), psgrad.testing.loop_grads(fn, p, x))
 
 
-def test_a_hook_on_the_node_of_a_view():
-    def fn(p, x):
+def test_a_hook_on_the_node_of_a_view() -> None:
+    def fn(p: Any, x: Any) -> Any:
         h = torch.tanh(F.linear(x, p["a"]))[None]
         h.grad_fn.register_prehook(lambda grads: (grads[0] * 3,))
         return F.linear(h, p["w"]).square().sum()
@@ -222,7 +223,7 @@ def test_a_hook_on_the_node_of_a_view():
     torch.testing.assert_close(psgrad.per_sample_grads(fn, p, x), psgrad.testing.loop_grads(fn, p, x))
 
 
-def test_a_part_of_a_batch_without_features():
+def test_a_part_of_a_batch_without_features() -> None:
     x = torch.empty(5, 0, dtype=torch.float64)[:3]
     p = {"w": torch.empty(2, 0, dtype=torch.float64), "b": torch.randn(2, dtype=torch.float64)}
     fn = lambda p, x: F.linear(x[None], p["w"], p["b"]).square().sum()

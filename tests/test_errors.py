@@ -4,19 +4,20 @@ import contextlib
 import dataclasses
 import re
 import warnings
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import psgrad
 from psgrad import ArgumentError, ArgumentTypeError, PsgradError, UnsupportedOpError
 
 
 @contextlib.contextmanager
-def raises(cls, message):
+def raises(cls: Any, message: Any) -> Iterator[Any]:
     """The error has just this class and just this message."""
     with pytest.raises(PsgradError) as caught:
         yield
@@ -24,24 +25,24 @@ def raises(cls, message):
     assert str(caught.value) == message
 
 
-def linear(p, x):
+def linear(p: Any, x: Any) -> Any:
     return F.linear(x, p["w"]).square().sum()
 
 
-def params():
+def params() -> Any:
     return {"w": torch.ones(3, 4)}
 
 
-def batch():
+def batch() -> Any:
     return torch.ones(5, 4)
 
 
-def call(fn=linear, params=None, batch=None, **options):
+def call(fn: Any = linear, params: Any = None, batch: Any = None, **options: Any) -> Any:
     given = {"w": torch.ones(3, 4)} if params is None else params
     return psgrad.per_sample_grads(fn, given, torch.ones(5, 4) if batch is None else batch, **options)
 
 
-def test_classes():
+def test_classes() -> None:
     """Usual handlers catch psgrad's errors, and one handler catches them all."""
     assert issubclass(ArgumentError, PsgradError)
     assert issubclass(ArgumentError, ValueError)
@@ -53,7 +54,7 @@ def test_classes():
 
 
 @pytest.mark.parametrize("name", ["PsgradError", "ArgumentError", "ArgumentTypeError", "UnsupportedOpError"])
-def test_tracebacks_show_the_public_name(name):
+def test_tracebacks_show_the_public_name(name: Any) -> None:
     assert getattr(psgrad, name).__module__ == "psgrad"
     assert getattr(psgrad, name).__doc__
 
@@ -61,12 +62,12 @@ def test_tracebacks_show_the_public_name(name):
 # ---- fn -----------------------------------------------------------------------------------------------
 
 
-def by_its_sample(p, x):
+def by_its_sample(p: Any, x: Any) -> Any:
     (g,) = torch.autograd.grad(linear(p, x), x, create_graph=True)
     return g.square().sum()
 
 
-def test_a_sample_that_torch_autograd_differentiates_by():
+def test_a_sample_that_torch_autograd_differentiates_by() -> None:
     """The batch requires grad, the sample does not; what the message says to do works, and needs no loop."""
     line = by_its_sample.__code__.co_firstlineno + 1
     message = (
@@ -88,14 +89,14 @@ def test_a_sample_that_torch_autograd_differentiates_by():
         torch.testing.assert_close(call(remedy, batch=given)["w"], torch.stack(wanted))
 
 
-def test_fn_that_is_not_callable():
+def test_fn_that_is_not_callable() -> None:
     with raises(ArgumentTypeError, "fn is a Tensor, not a function\n  give fn(params, sample) -> loss."):
         call(torch.ones(3))
     with raises(ArgumentTypeError, "fn is nothing (None), not a function\n  give fn(params, sample) -> loss."):
         psgrad.per_sample_grads(None, params(), batch())
 
 
-def test_fn_that_returns_nothing():
+def test_fn_that_returns_nothing() -> None:
     message = (
         "fn must return the loss of one sample as a tensor, but returned nothing (None)\n"
         "  return a tensor with one element."
@@ -104,7 +105,7 @@ def test_fn_that_returns_nothing():
         call(lambda p, x: None)
 
 
-def test_fn_that_returns_a_number():
+def test_fn_that_returns_a_number() -> None:
     message = (
         "fn must return the loss of one sample as a tensor, but returned a float\n  return a tensor with one element."
     )
@@ -112,7 +113,7 @@ def test_fn_that_returns_a_number():
         call(lambda p, x: 1.0)
 
 
-def test_fn_that_returns_a_tuple_without_has_aux():
+def test_fn_that_returns_a_tuple_without_has_aux() -> None:
     message = (
         "fn must return the loss of one sample as a tensor, but returned a tuple "
         "(with has_aux=True it may return (loss, aux))\n"
@@ -122,7 +123,7 @@ def test_fn_that_returns_a_tuple_without_has_aux():
         call(lambda p, x: (linear(p, x), x))
 
 
-def test_fn_that_returns_a_vector():
+def test_fn_that_returns_a_vector() -> None:
     message = (
         "fn must return one number per sample, but its loss has shape (3,)\n"
         "  reduce it, for example with .mean() or .sum(); fn sees one sample, without the batch axis.\n"
@@ -132,7 +133,7 @@ def test_fn_that_returns_a_vector():
         call(lambda p, x: F.linear(x, p["w"]))
 
 
-def test_fn_that_returns_no_elements():
+def test_fn_that_returns_no_elements() -> None:
     message = (
         "fn must return one number per sample, but its loss has shape (0,)\n"
         "  reduce it, for example with .mean() or .sum(); fn sees one sample, without the batch axis.\n"
@@ -143,7 +144,7 @@ def test_fn_that_returns_no_elements():
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
-def test_fn_that_returns_no_real_number(dtype):
+def test_fn_that_returns_no_real_number(dtype: Any) -> None:
     message = f"fn must return a real loss, but its dtype is {dtype}\n  return a floating-point tensor."
     with raises(ArgumentTypeError, message):
         call(lambda p, x: linear(p, x).to(dtype))
@@ -158,7 +159,7 @@ def test_fn_that_returns_no_real_number(dtype):
         (lambda loss: None, "nothing (None)"),
     ],
 )
-def test_fn_that_returns_no_aux(out, kind):
+def test_fn_that_returns_no_aux(out: Any, kind: Any) -> None:
     message = (
         f"fn must return (loss, aux) with has_aux=True, but returned {kind}\n"
         "  return the two as a tuple, or drop has_aux."
@@ -167,7 +168,7 @@ def test_fn_that_returns_no_aux(out, kind):
         call(lambda p, x: out(linear(p, x)), has_aux=True)
 
 
-def test_fn_that_returns_aux_and_loss_the_wrong_way_round():
+def test_fn_that_returns_aux_and_loss_the_wrong_way_round() -> None:
     message = (
         "fn must return the loss of one sample as a tensor, but returned a dict\n  return a tensor with one element."
     )
@@ -175,17 +176,17 @@ def test_fn_that_returns_aux_and_loss_the_wrong_way_round():
         call(lambda p, x: ({"x": x}, linear(p, x)), has_aux=True)
 
 
-def test_aux_leaf_of_the_wrong_type():
+def test_aux_leaf_of_the_wrong_type() -> None:
     message = "aux['names'][1] is a str, not a tensor or a number\n  aux travels back per sample: return tensors only."
     with raises(ArgumentTypeError, message):
         call(lambda p, x: (linear(p, x), {"names": [1, "a"], "x": x}), has_aux=True)
 
 
 @pytest.mark.parametrize("way", ["chunks", "loop", "none"])
-def test_fn_is_checked_whatever_way_it_runs(way):
+def test_fn_is_checked_whatever_way_it_runs(way: Any) -> None:
     """In chunks, in the loop over samples, and with aux for an empty batch."""
 
-    def fn(p, x):
+    def fn(p: Any, x: Any) -> Any:
         if way == "loop":
             x = x[x > 0]  # data-dependent shape: vmap refuses
         return p["w"][:, 0] * x.sum(), x.sum()
@@ -209,7 +210,7 @@ class Layer(NamedTuple):
     lr: float
 
 
-def test_params_leaf_that_is_not_a_tensor():
+def test_params_leaf_that_is_not_a_tensor() -> None:
     message = (
         "params['layers'][1].lr is a float, not a tensor\n"
         "  params holds just what is differentiated: let fn close over the rest."
@@ -220,7 +221,7 @@ def test_params_leaf_that_is_not_a_tensor():
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
-def test_params_leaf_that_has_no_gradient(dtype):
+def test_params_leaf_that_has_no_gradient(dtype: Any) -> None:
     message = (
         f"params['counts'][0] has dtype {dtype}, which has no gradient\n"
         "  params holds just what is differentiated: let fn close over the rest."
@@ -230,7 +231,7 @@ def test_params_leaf_that_has_no_gradient(dtype):
 
 
 @pytest.mark.parametrize("empty", [{}, [], (), None, {"a": {}, "b": [None]}])
-def test_params_without_a_tensor(empty):
+def test_params_without_a_tensor(empty: Any) -> None:
     with raises(ArgumentError, "params holds no tensor\n  give a pytree with the tensors to differentiate."):
         psgrad.per_sample_grads(lambda p, x: x.sum(), empty, batch())
 
@@ -238,7 +239,7 @@ def test_params_without_a_tensor(empty):
 # ---- batch and in_dims --------------------------------------------------------------------------------
 
 
-def test_batch_leaves_of_different_lengths():
+def test_batch_leaves_of_different_lengths() -> None:
     message = (
         "batch leaves disagree on the number of samples: batch[0] has 5, batch[1]['y'] has 4, batch[1]['z'] has 5\n"
         "  every leaf needs one row per sample along its in_dims axis; in_dims=None shares a leaf."
@@ -247,7 +248,7 @@ def test_batch_leaves_of_different_lengths():
         call(batch=(torch.ones(5, 4), {"y": torch.ones(4), "z": torch.ones(5)}))
 
 
-def test_batch_leaves_of_different_lengths_along_in_dims():
+def test_batch_leaves_of_different_lengths_along_in_dims() -> None:
     message = (
         "batch leaves disagree on the number of samples: batch[0] has 4, batch[1] has 3\n"
         "  every leaf needs one row per sample along its in_dims axis; in_dims=None shares a leaf."
@@ -257,13 +258,13 @@ def test_batch_leaves_of_different_lengths_along_in_dims():
 
 
 @pytest.mark.parametrize(("given", "in_dims"), [(torch.ones(5, 4), None), ((), 0), (None, 0), ({"x": None}, 0)])
-def test_batch_without_a_sample_axis(given, in_dims):
+def test_batch_without_a_sample_axis(given: Any, in_dims: Any) -> None:
     message = "batch has no tensor with a sample axis\n  give at least one tensor, with in_dims other than None."
     with raises(ArgumentError, message):
         psgrad.per_sample_grads(linear, params(), given, in_dims=in_dims)
 
 
-def test_batch_leaf_that_is_not_a_tensor():
+def test_batch_leaf_that_is_not_a_tensor() -> None:
     message = (
         "batch['lr'] is a float, not a tensor\n"
         "  make it a tensor with one row per sample, or give it in_dims=None: the same for all samples."
@@ -272,7 +273,7 @@ def test_batch_leaf_that_is_not_a_tensor():
         call(batch={"x": torch.ones(5, 4), "lr": 0.1})
 
 
-def test_batch_leaf_without_axes():
+def test_batch_leaf_without_axes() -> None:
     message = (
         "batch[1] has shape (), which has no axis 0\n"
         "  the sample axis is in_dims (0 unless given); in_dims=None shares a leaf between all samples."
@@ -282,7 +283,7 @@ def test_batch_leaf_without_axes():
 
 
 @pytest.mark.parametrize("dim", [2, -3])
-def test_in_dims_out_of_range(dim):
+def test_in_dims_out_of_range(dim: Any) -> None:
     message = (
         f"batch has shape (5, 4), which has no axis {dim}\n"
         "  the sample axis is in_dims (0 unless given); in_dims=None shares a leaf between all samples."
@@ -294,7 +295,7 @@ def test_in_dims_out_of_range(dim):
 @pytest.mark.parametrize(
     ("dim", "kind"), [("0", "a str"), (0.0, "a float"), (True, "a bool"), (torch.zeros(()), "a Tensor")]
 )
-def test_in_dims_of_the_wrong_type(dim, kind):
+def test_in_dims_of_the_wrong_type(dim: Any, kind: Any) -> None:
     message = f"in_dims for batch is {kind}\n  give an int, or None for a shared leaf."
     with raises(ArgumentTypeError, message):
         call(in_dims=dim)
@@ -315,7 +316,7 @@ def test_in_dims_of_the_wrong_type(dim, kind):
     ],
     ids=str,
 )
-def test_in_dims_that_does_not_fit(in_dims, where):
+def test_in_dims_that_does_not_fit(in_dims: Any, where: Any) -> None:
     given = (torch.ones(5, 4), torch.ones(5), {"a": torch.ones(5), "b": [torch.ones(5)]})
     message = (
         f"in_dims={in_dims!r} does not fit the batch: {where}\n"
@@ -329,7 +330,7 @@ def test_in_dims_that_does_not_fit(in_dims, where):
 
 
 @pytest.mark.parametrize("value", ["diferent", None, True])
-def test_unknown_randomness(value):
+def test_unknown_randomness(value: Any) -> None:
     message = (
         f'randomness={value!r} is not one of "different", "same", "error"\n'
         "  different: each sample draws its own; same: all share one draw; error: drawing is refused."
@@ -342,18 +343,18 @@ def test_unknown_randomness(value):
 
 @pytest.mark.parametrize("option", ["chunk_size", "max_bytes"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, "2", True])
-def test_invalid_sizes(option, value):
+def test_invalid_sizes(option: Any, value: Any) -> None:
     with raises(ArgumentError, f"{option}={value!r} is not a positive int\n  give one, or None for no bound."):
         call(**{option: value})
 
 
-def test_chunk_size_and_max_bytes_at_once():
+def test_chunk_size_and_max_bytes_at_once() -> None:
     message = "chunk_size and max_bytes are both given\n  give one: max_bytes works out a chunk size."
     with raises(ArgumentError, message):
         call(chunk_size=2, max_bytes=10**6)
 
 
-def test_max_bytes_that_no_sample_fits():
+def test_max_bytes_that_no_sample_fits() -> None:
     """The number that the message asks for is enough, and the least that is."""
     with pytest.raises(ArgumentError) as caught:
         call(max_bytes=1)
@@ -372,7 +373,7 @@ def test_max_bytes_that_no_sample_fits():
 # ---- out ----------------------------------------------------------------------------------------------
 
 
-def test_out_of_another_structure():
+def test_out_of_another_structure() -> None:
     remedy = "  give a tensor (N, *shape) for every parameter."
     message = f"out has another structure than params: it lacks out['w'], it has out['v']\n{remedy}"
     with raises(ArgumentError, message):
@@ -382,7 +383,7 @@ def test_out_of_another_structure():
         call(out=torch.ones(5, 3, 4))
 
 
-def test_out_that_is_not_a_tensor():
+def test_out_that_is_not_a_tensor() -> None:
     with raises(ArgumentTypeError, "out['w'] is a float, not a tensor\n  give a tensor of shape (5, 3, 4)."):
         call(out={"w": 1.0})
 
@@ -390,7 +391,7 @@ def test_out_that_is_not_a_tensor():
 @pytest.mark.parametrize(
     ("shape", "dtype"), [((4, 3, 4), torch.float32), ((3, 4), torch.float32), ((5, 3, 4), torch.float64)]
 )
-def test_out_of_another_shape_or_dtype(shape, dtype):
+def test_out_of_another_shape_or_dtype(shape: Any, dtype: Any) -> None:
     message = (
         f"out['w'] has shape {shape}, dtype {dtype}, device cpu\n"
         "  the gradients have shape (5, 3, 4), dtype torch.float32, device cpu."
@@ -399,7 +400,7 @@ def test_out_of_another_shape_or_dtype(shape, dtype):
         call(out={"w": torch.ones(shape, dtype=dtype)})
 
 
-def test_out_on_another_device():
+def test_out_on_another_device() -> None:
     message = (
         "out['w'] has shape (5, 3, 4), dtype torch.float32, device meta\n"
         "  the gradients have shape (5, 3, 4), dtype torch.float32, device cpu."
@@ -408,20 +409,20 @@ def test_out_on_another_device():
         call(out={"w": torch.ones(5, 3, 4, device="meta")})
 
 
-def test_out_that_requires_grad():
+def test_out_that_requires_grad() -> None:
     message = "out['w'] requires grad, and cannot be written in place\n  give out.detach()."
     with raises(ArgumentError, message):
         call(out={"w": torch.ones(5, 3, 4, requires_grad=True)})
 
 
-def test_out_that_is_expanded():
+def test_out_that_is_expanded() -> None:
     message = "out['w'] has several numbers at one place in memory\n  give a tensor that is not expanded: clone it."
     for out in (torch.ones(1, 3, 4).expand(5, 3, 4), torch.ones(40).as_strided((5, 3, 4), (7, 3, 1))):
         with raises(ArgumentError, message):
             call(out={"w": out})
 
 
-def test_out_that_shares_memory_with_what_is_read():
+def test_out_that_shares_memory_with_what_is_read() -> None:
     memory = torch.randn(100)
     w, x = memory[:12].view(3, 4), memory[12:32].view(5, 4)
     fn = lambda p, s: (p["w"] @ s[1]).sin().sum()
@@ -436,7 +437,7 @@ def test_out_that_shares_memory_with_what_is_read():
     torch.testing.assert_close(psgrad.per_sample_grads(fn, {"w": w}, (None, x), out=out), want)
 
 
-def test_out_over_a_parameter_that_is_a_tensor_alone():
+def test_out_over_a_parameter_that_is_a_tensor_alone() -> None:
     w = torch.randn(4)
     message = "out shares memory with params, which would be overwritten\n  give the gradients memory of their own."
     with raises(ArgumentError, message):
@@ -453,7 +454,7 @@ PIECES = {
 
 
 @pytest.mark.parametrize("pieces", PIECES)
-def test_out_that_shares_memory_with_itself(pieces):
+def test_out_that_shares_memory_with_itself(pieces: Any) -> None:
     a, b = PIECES[pieces](torch.ones(8, 8))
     params = {"a": torch.ones(4), "b": torch.ones(4)}
     with raises(ArgumentError, "out['b'] shares memory with out['a']\n  give each gradient memory of its own."):
@@ -465,8 +466,8 @@ def test_out_that_shares_memory_with_itself(pieces):
 # ---- ops ----------------------------------------------------------------------------------------------
 
 
-def test_embedding_with_max_norm():
-    def fn(p, tokens):
+def test_embedding_with_max_norm() -> None:
+    def fn(p: Any, tokens: Any) -> Any:
         return F.embedding(tokens, p["tok"]["weight"], max_norm=1.0).sum()
 
     message = (
@@ -481,16 +482,16 @@ def test_embedding_with_max_norm():
 
 
 class Encoder(nn.Module):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.tok = nn.Embedding(7, 3, max_norm=2.5)
         self.line = Encoder.forward.__code__.co_firstlineno + 1
 
-    def forward(self, tokens):
+    def forward(self, tokens: Tensor) -> Tensor:
         return self.tok(tokens).mean(1)
 
 
-def test_embedding_module_with_max_norm():
+def test_embedding_module_with_max_norm() -> None:
     """The place is the line of the user's module that calls torch's."""
     model = Encoder()
     fn, given = psgrad.from_module(model, F.mse_loss)
@@ -506,16 +507,16 @@ def test_embedding_module_with_max_norm():
 
 
 class Normed(nn.Module):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.lin, self.norm = nn.Linear(4, 3), nn.BatchNorm1d(3)
         self.line = Normed.forward.__code__.co_firstlineno + 1
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.lin(x))
 
 
-def test_batch_norm_over_one_element():
+def test_batch_norm_over_one_element() -> None:
     model = Normed()
     fn, given = psgrad.from_module(model, F.mse_loss)
     message = (
@@ -529,10 +530,10 @@ def test_batch_norm_over_one_element():
         psgrad.explain(fn, given, (torch.ones(5, 4), torch.ones(5, 3)))
 
 
-def test_batch_norm_over_one_element_without_its_own_parameters():
+def test_batch_norm_over_one_element_without_its_own_parameters() -> None:
     """Frozen or absent, the weight is not in params: the op is refused all the same."""
 
-    def fn(p, x):
+    def fn(p: Any, x: Any) -> Any:
         return F.batch_norm(F.linear(x[None], p["w"]), None, None, training=True).sum()
 
     place = f"test_errors.py:{fn.__code__.co_firstlineno + 1} in {fn.__qualname__}"
@@ -545,7 +546,7 @@ def test_batch_norm_over_one_element_without_its_own_parameters():
         call(fn)
 
 
-def test_randomness_that_is_refused():
+def test_randomness_that_is_refused() -> None:
     """randomness="error" means what it says: no fallback draws behind one's back."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -556,13 +557,13 @@ def test_randomness_that_is_refused():
 # ---- from_module --------------------------------------------------------------------------------------
 
 
-def test_from_module_of_no_module():
+def test_from_module_of_no_module() -> None:
     message = "model is a function, not a torch.nn.Module\n  write fn(params, sample) -> loss yourself."
     with raises(ArgumentTypeError, message):
         psgrad.from_module(linear, F.mse_loss)
 
 
-def test_from_module_without_a_trainable_parameter():
+def test_from_module_without_a_trainable_parameter() -> None:
     message = "no parameter of the model has requires_grad\n  set it on those to differentiate."
     for model in (nn.Linear(3, 2).requires_grad_(False), nn.Tanh()):
         with raises(ArgumentError, message):
@@ -570,7 +571,7 @@ def test_from_module_without_a_trainable_parameter():
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
-def test_from_module_of_a_lazy_module():
+def test_from_module_of_a_lazy_module() -> None:
     message = (
         "parameter '1.weight' of the model has no shape yet\n  call the model once, so that its lazy modules are made."
     )
@@ -578,7 +579,7 @@ def test_from_module_of_a_lazy_module():
         psgrad.from_module(nn.Sequential(nn.Tanh(), nn.LazyLinear(2)), F.mse_loss)
 
 
-def test_from_module_with_a_loss_that_is_not_callable():
+def test_from_module_with_a_loss_that_is_not_callable() -> None:
     with raises(ArgumentTypeError, "loss is a str, not a function\n  give loss(output, target)."):
         psgrad.from_module(nn.Linear(3, 2), "mse")
 
@@ -586,7 +587,7 @@ def test_from_module_with_a_loss_that_is_not_callable():
 # ---- explain checks as the call itself does -----------------------------------------------------------
 
 
-def test_explain_checks_its_arguments():
+def test_explain_checks_its_arguments() -> None:
     with raises(ArgumentTypeError, "fn is a str, not a function\n  give fn(params, sample) -> loss."):
         psgrad.explain("fn", params(), batch())
     with raises(ArgumentError, "params holds no tensor\n  give a pytree with the tensors to differentiate."):
@@ -604,7 +605,7 @@ def test_explain_checks_its_arguments():
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, "2", True])
-def test_explain_checks_max_bytes(value):
+def test_explain_checks_max_bytes(value: Any) -> None:
     with raises(ArgumentError, f"max_bytes={value!r} is not a positive int\n  give one, or None for no bound."):
         psgrad.explain(linear, params(), batch(), max_bytes=value)
 
@@ -613,12 +614,12 @@ def test_explain_checks_max_bytes(value):
 
 
 @pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning")
-def test_errors_of_torch_for_one_sample_come_out_as_they_are():
+def test_errors_of_torch_for_one_sample_come_out_as_they_are() -> None:
     with pytest.raises(IndexError, match="index out of range"):
         call(lambda p, t: F.embedding(t, p["w"]).sum(), batch=torch.tensor([0, 3]))
 
 
-def test_errors_of_torch_come_out_as_they_are():
+def test_errors_of_torch_come_out_as_they_are() -> None:
     """A wrong shape, an index out of range: torch's own message, not a wrapped one."""
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         call(batch=torch.ones(5, 7))
@@ -628,7 +629,7 @@ def test_errors_of_torch_come_out_as_they_are():
         call(lambda p, x: F.linear(x, p["w"], wrong=1).sum())
 
 
-def test_errors_of_torch_say_what_fn_was_given():
+def test_errors_of_torch_say_what_fn_was_given() -> None:
     """fn is at fault: a note has the dtypes and shapes of the one sample that it saw."""
     given = (torch.ones(5, 7), torch.ones(5, 2, dtype=torch.int64))
     with pytest.raises(RuntimeError, match="cannot be multiplied") as error:
@@ -640,7 +641,7 @@ def test_errors_of_torch_say_what_fn_was_given():
     assert not hasattr(error.value, "__notes__")  # our own say it all
 
 
-def test_batches_that_are_not_tensors_yet():
+def test_batches_that_are_not_tensors_yet() -> None:
     data = torch.utils.data.TensorDataset(torch.ones(5, 4))
     for given in (data, torch.utils.data.DataLoader(data)):
         message = (
@@ -658,7 +659,7 @@ def test_batches_that_are_not_tensors_yet():
         call(batch=[(torch.ones(4), torch.tensor(i)) for i in range(5)])
 
 
-def test_params_that_are_not_tensors_yet():
+def test_params_that_are_not_tensors_yet() -> None:
     @dataclasses.dataclass
     class Weights:
         w: torch.Tensor
@@ -671,7 +672,7 @@ def test_params_that_are_not_tensors_yet():
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
-def test_scripted_modules_are_refused():
+def test_scripted_modules_are_refused() -> None:
     message = (
         "model is a RecursiveScriptModule of torch.jit, whose ops nobody sees\n  give the module that it was made from."
     )
@@ -679,7 +680,7 @@ def test_scripted_modules_are_refused():
         psgrad.from_module(torch.jit.script(nn.Linear(3, 2)), F.cross_entropy)
 
 
-def test_trees_of_another_structure_are_told_by_their_leaves():
+def test_trees_of_another_structure_are_told_by_their_leaves() -> None:
     model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(4)])
     fn, own = psgrad.from_module(model, F.cross_entropy)
     given = torch.ones(2, 3), torch.zeros(2, dtype=torch.int64)

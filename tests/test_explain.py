@@ -10,12 +10,12 @@ import sys
 import threading
 import types
 import warnings
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import psgrad
@@ -23,7 +23,7 @@ from psgrad.streaming.budget import Meter
 
 
 class ConvNet(nn.Module):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.stem, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8)
         self.mix = nn.Conv2d(8, 16, 1)
@@ -31,7 +31,7 @@ class ConvNet(nn.Module):
         self.head = nn.Linear(16, 4)
         self.idle = nn.Parameter(torch.zeros(2))
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
         x = torch.relu(self.norm(x))
         x = self.mix(x) * self.scale
@@ -41,11 +41,11 @@ class ConvNet(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.norm, self.qkv, self.out = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8, bias=False)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return x + self.out(y)
@@ -54,29 +54,29 @@ class Block(nn.Module):
 
 
 class TinyGPT(nn.Module):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.tok, self.pos = nn.Embedding(11, 8), nn.Embedding(6, 8)
         self.block = Block()
 
-    def forward(self, tokens):
+    def forward(self, tokens: Tensor) -> Tensor:
         x = self.tok(tokens) + self.pos(torch.arange(6))
         return F.linear(self.block(x), self.tok.weight)
 
     LINES = {"tok": 1, "pos": 1}
 
 
-def line(cls, name):
+def line(cls: Any, name: Any) -> Any:
     """Where the forward of `cls` uses its layer `name`, as reports say it."""
     return f"test_explain.py:{cls.forward.__code__.co_firstlineno + cls.LINES[name]} in {cls.__name__}.forward"
 
 
-def conv_net(n=6):
+def conv_net(n: Any = 6) -> Any:
     fn, params = psgrad.from_module(ConvNet(), F.cross_entropy)
     return fn, params, (torch.randn(n, 3, 8, 8), torch.randint(4, (n,)))
 
 
-def gpt(n=5):
+def gpt(n: Any = 5) -> Any:
     fn, params = psgrad.from_module(TinyGPT(), lambda logits, t: F.cross_entropy(logits.mT, t))
     tokens = torch.randint(11, (n, 6))
     return fn, params, (tokens, tokens)
@@ -85,7 +85,7 @@ def gpt(n=5):
 # ---- rows ---------------------------------------------------------------------------------------------
 
 
-def test_rows_of_a_conv_net():
+def test_rows_of_a_conv_net() -> None:
     report = psgrad.explain(*conv_net())
     found = [(row.param, row.shape, row.op, row.place, row.how, row.factor) for row in report.rows]
     at = {name: line(ConvNet, name) for name in ConvNet.LINES}
@@ -102,7 +102,7 @@ def test_rows_of_a_conv_net():
     ]
 
 
-def test_rows_of_a_language_model():
+def test_rows_of_a_language_model() -> None:
     """The tied weight has two rows, one per use."""
     report = psgrad.explain(*gpt())
     found = [(row.param, row.op, row.place, row.how, row.factor) for row in report.rows]
@@ -120,7 +120,7 @@ def test_rows_of_a_language_model():
     ]
 
 
-def test_stock_modules_go_by_their_path():
+def test_stock_modules_go_by_their_path() -> None:
     """No line of the user's runs there; the line that calls explain would be the same for all."""
     model = nn.Sequential(nn.Linear(4, 6), nn.Sequential(nn.Tanh(), nn.TransformerEncoderLayer(6, 2, 8, 0.0)))
     fn, params = psgrad.from_module(model, F.mse_loss)
@@ -136,7 +136,7 @@ def test_stock_modules_go_by_their_path():
     }
 
 
-def test_a_stock_module_that_is_the_model_and_one_that_is_not():
+def test_a_stock_module_that_is_the_model_and_one_that_is_not() -> None:
     fn, params = psgrad.from_module(nn.Linear(4, 3), F.cross_entropy)
     (row, _) = psgrad.explain(fn, params, (torch.randn(5, 4), torch.zeros(5, dtype=torch.long))).rows
     assert row.place == "model (Linear)"
@@ -146,7 +146,7 @@ def test_a_stock_module_that_is_the_model_and_one_that_is_not():
     assert row.place == "Sequential.0 (Linear)"
 
 
-def test_no_line_and_no_module():
+def test_no_line_and_no_module() -> None:
     """A function of torch as fn: all that is left to name is the call of explain."""
     (row,) = psgrad.explain(torch.dot, torch.randn(4), torch.randn(5, 4)).rows
     frame = sys._getframe()
@@ -159,14 +159,14 @@ def fn(p, x):
 """
 
 
-def place_in(filename):
+def place_in(filename: Any) -> Any:
     names = {}
     exec(compile(SOURCE, filename, "exec"), names)
     (row,) = psgrad.explain(names["fn"], torch.randn(4), torch.randn(5, 4)).rows
     return row.place
 
 
-def test_code_that_is_in_no_file(monkeypatch):
+def test_code_that_is_in_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
     assert place_in("<stdin>") == "standard input:3 in fn"
     assert place_in("<string>") == "code in a string:3 in fn"
     assert place_in("<doctest fold.txt[2]>") == "<doctest fold.txt[2]>:3 in fn"
@@ -176,7 +176,7 @@ def test_code_that_is_in_no_file(monkeypatch):
     assert place_in(os.path.join("tmp", "other_71", "1234.py")) == "1234.py:3 in fn"
 
 
-def test_code_of_a_notebook(monkeypatch):
+def test_code_of_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cells by the number that stands beside them; what is no cell any more, as a cell all the same."""
     compiler = pytest.importorskip("ipykernel.compiler").XCachingCompiler()
     filename = compiler.cache(SOURCE, 12)
@@ -188,7 +188,7 @@ def test_code_of_a_notebook(monkeypatch):
     assert place_in(filename) == "a notebook cell:3 in fn"
 
 
-def test_rules_named_are_the_rules_that_run():
+def test_rules_named_are_the_rules_that_run() -> None:
     for fn, params, batch in (conv_net(), gpt()):
         said = {}
         for row in psgrad.explain(fn, params, batch).rows:
@@ -196,10 +196,10 @@ def test_rules_named_are_the_rules_that_run():
         assert said == psgrad.testing.rules_used(fn, params, batch)
 
 
-def test_vmap_with_the_reason():
+def test_vmap_with_the_reason() -> None:
     """A use without a rule, and uses that a rule declines, each with its reason."""
 
-    def fn(p, x):
+    def fn(p: Any, x: Any) -> Any:
         y = torch.maximum(p["a"], x)
         z = torch.addmm(p["b"], x[None], p["w"], alpha=2)
         return y.sum() + z.sum()
@@ -215,10 +215,10 @@ def test_vmap_with_the_reason():
     assert {row.factor for row in rows.values()} == {"Dense"}
 
 
-def test_views_and_functions_of_parameters():
+def test_views_and_functions_of_parameters() -> None:
     """A view goes by its parameter's name, with the view's shape; a value made of parameters by how it was made."""
 
-    def fn(p, x):
+    def fn(p: Any, x: Any) -> Any:
         return F.linear(x, p["w"][:2]).sum() + F.linear(x, torch.tanh(p["w"])).sum()
 
     rows = psgrad.explain(fn, {"w": torch.randn(3, 4)}, torch.randn(5, 4)).rows
@@ -228,7 +228,7 @@ def test_views_and_functions_of_parameters():
     ]
 
 
-def test_use_that_the_loss_does_not_depend_on():
+def test_use_that_the_loss_does_not_depend_on() -> None:
     rows = psgrad.explain(
         lambda p, x: F.linear(x, p["w"]).detach().sum() + F.linear(x, p["v"]).sum(),
         {"w": torch.randn(3, 4), "v": torch.randn(3, 4)},
@@ -243,7 +243,7 @@ def test_use_that_the_loss_does_not_depend_on():
     ("channels", "size", "kernel", "strategy"),
     [((8, 16), 8, 1, "pointwise"), ((3, 8), 16, 3, "grouped"), ((64, 64), 4, 3, "patches")],
 )
-def test_strategies_of_convolutions(channels, size, kernel, strategy):
+def test_strategies_of_convolutions(channels: Any, size: Any, kernel: Any, strategy: Any) -> None:
     params = {"w": torch.randn(channels[1], channels[0], kernel, kernel)}
     fn = lambda p, x: F.conv2d(x[None], p["w"], padding=kernel // 2).sum()
     (row,) = psgrad.explain(fn, params, torch.randn(5, channels[0], size, size)).rows
@@ -251,7 +251,7 @@ def test_strategies_of_convolutions(channels, size, kernel, strategy):
     assert row.flops == 5 * params["w"].numel() * size * size
 
 
-def test_strategies_of_other_factors():
+def test_strategies_of_other_factors() -> None:
     rows = {row.param: row for row in psgrad.explain(*gpt()).rows if row.how != "rule linear" or "tok" not in row.param}
     assert rows["params['tok.weight']"].strategy == "index_add"
     assert rows["params['block.qkv.weight']"].strategy == "bmm"
@@ -262,7 +262,7 @@ def test_strategies_of_other_factors():
 # ---- totals -------------------------------------------------------------------------------------------
 
 
-def test_totals():
+def test_totals() -> None:
     fn, params, batch = conv_net(6)
     report = psgrad.explain(fn, params, batch)
     count = sum(p.numel() for p in params.values())
@@ -277,7 +277,7 @@ def test_totals():
 
 @pytest.mark.parametrize("make", [conv_net, gpt])
 @pytest.mark.parametrize("n", [1, 8, 64])
-def test_peak_bytes_is_what_a_run_takes(make, n):
+def test_peak_bytes_is_what_a_run_takes(make: Any, n: Any) -> None:
     fn, params, batch = make(n)
     report = psgrad.explain(fn, params, batch)
     out = {k: p.new_empty(n, *p.shape) for k, p in params.items()}
@@ -287,7 +287,7 @@ def test_peak_bytes_is_what_a_run_takes(make, n):
 
 
 @pytest.mark.parametrize("make", [conv_net, gpt])
-def test_peak_bytes_where_fn_looks_at_values(make):
+def test_peak_bytes_where_fn_looks_at_values(make: Any) -> None:
     """From runs on a few samples, all on the same side of the branch: within a quarter."""
     fn, params, batch = make(32)
     function = lambda p, s: fn(p, s) * (2 if s[0].sum() > 1e9 else 1)
@@ -298,7 +298,7 @@ def test_peak_bytes_where_fn_looks_at_values(make):
     assert abs(report.peak_bytes - meter.peak) <= 0.25 * meter.peak
 
 
-def test_chunk_size_for_max_bytes():
+def test_chunk_size_for_max_bytes() -> None:
     fn, params, batch = conv_net(64)
     whole = psgrad.explain(fn, params, batch).peak_bytes
     sizes = [psgrad.explain(fn, params, batch, max_bytes=whole // k).chunk_size for k in (1, 2, 8)]
@@ -311,7 +311,7 @@ def test_chunk_size_for_max_bytes():
         assert bounded.peak_bytes <= whole // k
 
 
-def test_max_bytes_that_no_sample_fits():
+def test_max_bytes_that_no_sample_fits() -> None:
     with pytest.raises(psgrad.ArgumentError, match=r"max_bytes=10 is too little: one sample at a time needs [\d,]+\n"):
         psgrad.explain(*conv_net(), max_bytes=10)
 
@@ -322,7 +322,7 @@ class Params(NamedTuple):
     idle: torch.Tensor
 
 
-def test_unused_parameters():
+def test_unused_parameters() -> None:
     """By themselves, not by how their names begin."""
     fn = lambda p, x: F.linear(x, p.w2).sum()
     report = psgrad.explain(fn, Params(torch.ones(3, 4), torch.ones(3, 4), torch.ones(2)), torch.randn(5, 4))
@@ -338,7 +338,7 @@ def test_unused_parameters():
 # ---- rendering ----------------------------------------------------------------------------------------
 
 
-def test_text_table():
+def test_text_table() -> None:
     report = psgrad.explain(*conv_net(), max_bytes=10**8)
     text = str(report)
     head, rule, *rest = text.splitlines()
@@ -360,11 +360,11 @@ def test_text_table():
 class Tags(html.parser.HTMLParser):
     """The cells of a table, and a check that tags close as they open."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.open, self.rows, self.text = [], [], ""
 
-    def handle_starttag(self, tag, attrs):
+    def handle_starttag(self, tag: Any, attrs: Any) -> None:
         if tag == "br":
             return
         self.open.append(tag)
@@ -373,16 +373,16 @@ class Tags(html.parser.HTMLParser):
         if tag in ("td", "th"):
             self.rows[-1].append("")
 
-    def handle_endtag(self, tag):
+    def handle_endtag(self, tag: Any) -> None:
         assert self.open.pop() == tag
 
-    def handle_data(self, data):
+    def handle_data(self, data: Any) -> None:
         self.text += data
         if self.open and self.open[-1] in ("td", "th"):
             self.rows[-1][-1] += data
 
 
-def test_html_table():
+def test_html_table() -> None:
     fn, params, batch = conv_net()
     known = lambda p, sample: fn({k: v for k, v in p.items() if k in params}, sample)
     report = psgrad.explain(known, {"<b>&": params["stem.weight"]} | params, batch)
@@ -397,7 +397,7 @@ def test_html_table():
     assert "<b>" not in report._repr_html_()
 
 
-def test_numbers_are_written_short():
+def test_numbers_are_written_short() -> None:
     fn = lambda p, x: (p["a"] * x).sum() + p["c"] * x.sum()
     report = psgrad.explain(fn, {"a": torch.ones(500, 3), "c": torch.ones(())}, torch.ones(7, 3))
     assert "7 samples x 1.5 k parameters: result 42 kB" in str(report)
@@ -405,7 +405,7 @@ def test_numbers_are_written_short():
     assert str(report).splitlines()[3].endswith("28 B")
 
 
-def test_report_of_no_samples():
+def test_report_of_no_samples() -> None:
     fn, params, batch = conv_net(0)
     report = psgrad.explain(fn, params, batch)
     assert (report.rows, report.samples, report.result_bytes, report.peak_bytes) == ((), 0, 0, 0)
@@ -417,7 +417,7 @@ def test_report_of_no_samples():
 # ---- where shapes do not suffice ----------------------------------------------------------------------
 
 
-def test_data_dependent_branch():
+def test_data_dependent_branch() -> None:
     fn, params, batch = conv_net(6)
     report = psgrad.explain(lambda p, s: fn(p, s) * (2 if s[0].sum() > 0 else 1), params, batch)
     plain = psgrad.explain(fn, params, batch)
@@ -428,7 +428,7 @@ def test_data_dependent_branch():
     assert (report.samples, report.result_bytes) == (plain.samples, plain.result_bytes)
 
 
-def _knows_shapes(fn, *args):
+def _knows_shapes(fn: Any, *args: Any) -> Any:
     with FakeTensorMode() as mode:
         try:
             fn(*map(mode.from_tensor, args))
@@ -438,10 +438,10 @@ def _knows_shapes(fn, *args):
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch, of ops it has no batching rule for
-def test_op_whose_shapes_torch_does_not_know(capfd):
+def test_op_whose_shapes_torch_does_not_know(capfd: Any) -> None:
     """The note says what torch said; torch's own log of it, a traceback, does not come out."""
 
-    def fn(p, x):
+    def fn(p: Any, x: Any) -> Any:
         return F.grouped_mm(x, p).square().sum()
 
     if _knows_shapes(fn, torch.randn(2, 16, 8), torch.randn(2, 4, 16)):
@@ -465,12 +465,12 @@ def test_op_whose_shapes_torch_does_not_know(capfd):
     assert log.filters == before
 
 
-def test_logs_of_other_threads_are_not_touched():
+def test_logs_of_other_threads_are_not_touched() -> None:
     heard, log = [], logging.getLogger("torch._subclasses.fake_tensor")
     listening = logging.Handler()
     listening.emit = lambda record: heard.append(record.getMessage())
 
-    def fn(p, x):
+    def fn(p: Any, x: Any) -> Any:
         log.error("of this thread")
         other = threading.Thread(target=log.error, args=("of another",))
         other.start()
@@ -485,10 +485,10 @@ def test_logs_of_other_threads_are_not_touched():
     assert set(heard) == {"of another"}
 
 
-def test_loop_over_samples():
+def test_loop_over_samples() -> None:
     """Where vmap refuses, the note says where; explain itself has no fallback to warn of."""
 
-    def fn(p, x):
+    def fn(p: Any, x: Any) -> Any:
         h = F.linear(x, p["w"])
         return h.sum() * float(x.numpy().max())
 
@@ -500,13 +500,13 @@ def test_loop_over_samples():
     assert "vmap refuses" in str(report)
 
 
-def test_fn_with_aux():
+def test_fn_with_aux() -> None:
     params, x = {"w": torch.randn(3, 4)}, torch.randn(5, 4)
     report = psgrad.explain(lambda p, x: (F.linear(x, p["w"]).sum(), {"x": x}), params, x, has_aux=True)
     assert [row.how for row in report.rows] == ["rule linear"]
 
 
-def test_in_dims():
+def test_in_dims() -> None:
     params, x = {"w": torch.randn(3, 4)}, torch.randn(4, 5)
     report = psgrad.explain(lambda p, s: F.linear(s[0] * s[1], p["w"]).sum(), params, (x, 2.0), in_dims=(1, None))
     assert report.samples == 5
@@ -516,12 +516,12 @@ def test_in_dims():
 # ---- what it must not do ------------------------------------------------------------------------------
 
 
-def _resident():
+def _resident() -> Any:
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4096
 
 
-def test_a_million_samples():
+def test_a_million_samples() -> None:
     """The result would be 2 GB and the activations ten times that: nothing of the kind is allocated."""
     fn, params, (x, y) = conv_net(1)
     n = 10**6
@@ -536,7 +536,7 @@ def test_a_million_samples():
     assert "1000000 samples" in str(report)
 
 
-def test_a_large_parameter():
+def test_a_large_parameter() -> None:
     """N x P would be 400 GB."""
     params, x = {"w": torch.zeros(1).expand(1000, 10**5)}, torch.zeros(1, 1).expand(1000, 10**5)
     before = _resident()
@@ -545,7 +545,7 @@ def test_a_large_parameter():
     assert _resident() - before < 1 << 30
 
 
-def test_a_million_samples_with_a_data_dependent_branch():
+def test_a_million_samples_with_a_data_dependent_branch() -> None:
     fn, params, (x, y) = conv_net(1)
     n = 10**6
     before = _resident()
@@ -556,7 +556,7 @@ def test_a_million_samples_with_a_data_dependent_branch():
     assert report.note
 
 
-def test_nothing_is_changed():
+def test_nothing_is_changed() -> None:
     fn, params, batch = conv_net()
     model = ConvNet()
     fn, params = psgrad.from_module(model, F.cross_entropy)
@@ -579,7 +579,7 @@ def test_nothing_is_changed():
         assert t.grad is None
 
 
-def test_buffers_are_left_alone():
+def test_buffers_are_left_alone() -> None:
     """A batch norm in training, on fake tensors and on the first sample."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).train()
     before = {k: b.clone() for k, b in model.named_buffers()}
@@ -590,7 +590,7 @@ def test_buffers_are_left_alone():
     assert all(type(b) is torch.Tensor and torch.equal(b, before[k]) for k, b in model.named_buffers())
 
 
-def test_surroundings_that_switch_gradients_off():
+def test_surroundings_that_switch_gradients_off() -> None:
     fn, params, batch = conv_net()
     want = str(psgrad.explain(fn, params, batch))
     with torch.no_grad():

@@ -1,6 +1,7 @@
 """What `fn` closes over is frozen and costs nothing: no graph starts there, nothing is kept, no backward runs."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -15,11 +16,11 @@ N = 6
 
 
 @pytest.fixture(autouse=True)
-def float64():
+def float64() -> None:
     torch.set_default_dtype(torch.float64)  # conftest puts it back
 
 
-def _body():
+def _body() -> Any:
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1),
         nn.GroupNorm(2, 8),
@@ -34,12 +35,12 @@ def _body():
     )
 
 
-def _closing_over():
+def _closing_over() -> Any:
     """A body, a leaf and a tensor with a graph: all of them require grad, none is in params."""
     body, scale = _body(), nn.Parameter(torch.randn(16))
     shift = torch.tanh(scale * 2)
 
-    def fn(p, sample):
+    def fn(p: Any, sample: Any) -> Any:
         x, y = sample
         h = body(x[None]) * scale + shift + torch.cat([scale[:8], shift[8:]])
         return F.cross_entropy(F.linear(torch.sin(h), p["weight"], p["bias"]), y[None])
@@ -47,13 +48,13 @@ def _closing_over():
     return fn, {"weight": torch.randn(3, 16), "bias": torch.randn(3)}
 
 
-def _with_frozen_parameters():
+def _with_frozen_parameters() -> Any:
     model = nn.Sequential(_body(), nn.Linear(16, 3))
     model[0].requires_grad_(False)
     return psgrad.from_module(model, F.cross_entropy)
 
 
-def _with_some_of_the_params():
+def _with_some_of_the_params() -> Any:
     fn, params = psgrad.from_module(nn.Sequential(_body(), nn.Linear(16, 3)), F.cross_entropy)
     return fn, {name: p for name, p in params.items() if name.startswith("1.")}
 
@@ -61,29 +62,29 @@ def _with_some_of_the_params():
 every_way = pytest.mark.parametrize("make", [_closing_over, _with_frozen_parameters, _with_some_of_the_params])
 
 
-def _batch():
+def _batch() -> Any:
     return torch.randn(N, 3, 6, 6), torch.randint(3, (N,))
 
 
 class Kernels(TorchDispatchMode):
     """The names of the kernels that run."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.names = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))
 
 
 @every_way
-def test_exact(make):
+def test_exact(make: Any) -> None:
     psgrad.testing.check(*make(), _batch(), rtol=1e-9, atol=1e-9)
 
 
 @every_way
-def test_nothing_is_saved_in_the_body(make):
+def test_nothing_is_saved_in_the_body(make: Any) -> None:
     """The head saves its input; the loss what it needs. Nothing is as large as an activation of the body."""
     fn, params = make()
     sizes = []
@@ -94,7 +95,7 @@ def test_nothing_is_saved_in_the_body(make):
 
 
 @every_way
-def test_no_backward_runs_in_the_body(make):
+def test_no_backward_runs_in_the_body(make: Any) -> None:
     fn, params = make()
     with Kernels() as kernels:
         psgrad.per_sample_grads(fn, params, _batch())
@@ -105,12 +106,12 @@ def test_no_backward_runs_in_the_body(make):
     assert "convolution" in kernels.names
 
 
-def test_memory_does_not_grow_with_the_depth_of_the_body():
-    def peak(depth):
+def test_memory_does_not_grow_with_the_depth_of_the_body() -> None:
+    def peak(depth: Any) -> Any:
         body = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU()) for _ in range(depth)])
         scale = nn.Parameter(torch.randn(64))
 
-        def fn(p, x):
+        def fn(p: Any, x: Any) -> Any:
             return (body(x) * scale).matmul(p).square().sum()
 
         params, x = torch.randn(64), torch.randn(N, 20, 64)
@@ -121,7 +122,7 @@ def test_memory_does_not_grow_with_the_depth_of_the_body():
     assert peak(8) == peak(2)
 
 
-def test_the_caller_may_still_differentiate_the_body():
+def test_the_caller_may_still_differentiate_the_body() -> None:
     """The leaves are left as they are: with their graph, their gradient and their flag."""
     body = nn.Linear(4, 4)
     y = body(torch.ones(4)).sum()
@@ -133,12 +134,12 @@ def test_the_caller_may_still_differentiate_the_body():
 
 
 @pytest.mark.parametrize("write", ["add_", "__iadd__", "copy_", "__setitem__"])
-def test_a_closed_over_leaf_is_not_written(write):
+def test_a_closed_over_leaf_is_not_written(write: Any) -> None:
     """Torch refuses to change a leaf that requires grad; so it stays."""
     w = nn.Parameter(torch.randn(4))
     before = w.detach().clone()
 
-    def fn(p, x):
+    def fn(p: Any, x: Any) -> Any:
         args = (0, 1.0) if write == "__setitem__" else (torch.ones(4),)
         getattr(w, write)(*args)
         return (p * x * w).sum()
@@ -159,7 +160,7 @@ def test_a_closed_over_leaf_is_not_written(write):
         lambda w, x: torch.where(x > 0, x, w),
     ],
 )
-def test_uses_of_a_closed_over_leaf(use):
+def test_uses_of_a_closed_over_leaf(use: Any) -> None:
     w = nn.Parameter(torch.randn(4))
     psgrad.testing.check(lambda p, x: use(w, x * p).square().sum(), torch.randn(4), torch.randn(N, 4))
 
@@ -179,20 +180,20 @@ DIFFERENTIATES = {
 }
 
 
-def _slope(leaf):
+def _slope(leaf: Any) -> Any:
     return torch.autograd.grad(leaf.exp().sin().sum(), leaf)[0]
 
 
-def _after_backward(leaf):
+def _after_backward(leaf: Any) -> Any:
     leaf.exp().sum().backward()
     return leaf.grad
 
 
-def test_requires_grad_is_what_autograd_says():
+def test_requires_grad_is_what_autograd_says() -> None:
     """Under vmap too: what comes from parameters requires grad, a sample does not."""
     w, seen = nn.Parameter(torch.randn(4)), []
 
-    def fn(p, x):
+    def fn(p: Any, x: Any) -> Any:
         seen.append([t.requires_grad for t in (p, p * 2, x * p, x, w, x * w)])
         return (x * p).sum()
 
@@ -202,7 +203,7 @@ def test_requires_grad_is_what_autograd_says():
 
 @pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning")
 @pytest.mark.parametrize("what", DIFFERENTIATES)
-def test_fn_that_differentiates(what):
+def test_fn_that_differentiates(what: Any) -> None:
     """Frozen is what nobody differentiates: a gradient inside fn is exact, by the loop where vmap refuses it."""
     w = nn.Parameter(torch.randn(4))
     fn = lambda p, x: DIFFERENTIATES[what](p, x, w).square().sum()

@@ -5,22 +5,23 @@ import dataclasses
 import functools
 import sys
 from collections import OrderedDict
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import psgrad
 from psgrad.registry.rule import RULES
 
 
 @pytest.fixture(autouse=True)
-def float64():
+def float64() -> None:
     torch.set_default_dtype(torch.float64)  # conftest puts it back
 
 
-def by_hand(model, loss, call, target, n):
+def by_hand(model: Any, loss: Any, call: Any, target: Any, n: Any) -> Any:
     """One ordinary backward pass of the module itself per sample; `call(i)` gives its arguments for sample i."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     rows = []
@@ -31,7 +32,7 @@ def by_hand(model, loss, call, target, n):
     return {name: torch.stack(grads) for name, grads in zip(named, zip(*rows, strict=True), strict=True)}
 
 
-def same(model, loss, x, y):
+def same(model: Any, loss: Any, x: Any, y: Any) -> None:
     """per_sample_grads through from_module equals the module's own gradients for a tensor input."""
     fn, params = psgrad.from_module(model, loss)
     ours = psgrad.per_sample_grads(fn, params, (x, y))
@@ -39,7 +40,7 @@ def same(model, loss, x, y):
     torch.testing.assert_close(ours, want, rtol=1e-9, atol=1e-10)
 
 
-def mlp(out=3):
+def mlp(out: Any = 3) -> Any:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, out))
 
 
@@ -47,20 +48,20 @@ def mlp(out=3):
 
 
 class Two(nn.Module):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(4, 3), nn.Linear(2, 3)
 
-    def forward(self, x, z, scale=1.0):
+    def forward(self, x: Tensor, z: Any, scale: Any = 1.0) -> Tensor:
         return self.a(x) * scale + self.b(z)
 
 
-def test_tensor_input():
+def test_tensor_input() -> None:
     same(mlp(), F.cross_entropy, torch.randn(5, 4), torch.randint(3, (5,)))
 
 
 @pytest.mark.parametrize("kind", [tuple, list])
-def test_tuple_input(kind):
+def test_tuple_input(kind: Any) -> None:
     model, x, z, y = Two(), torch.randn(5, 4), torch.randn(5, 2), torch.randn(5, 3)
     fn, params = psgrad.from_module(model, F.mse_loss)
     ours = psgrad.per_sample_grads(fn, params, (kind((x, z)), y))
@@ -68,7 +69,7 @@ def test_tuple_input(kind):
     torch.testing.assert_close(ours, want)
 
 
-def test_dict_input():
+def test_dict_input() -> None:
     model, x, z, y = Two(), torch.randn(5, 4), torch.randn(5, 2), torch.randn(5, 3)
     fn, params = psgrad.from_module(model, F.mse_loss)
     ours = psgrad.per_sample_grads(fn, params, ({"z": z, "x": x}, y))
@@ -76,7 +77,7 @@ def test_dict_input():
     torch.testing.assert_close(ours, want)
 
 
-def test_dict_input_with_a_shared_leaf():
+def test_dict_input_with_a_shared_leaf() -> None:
     """A leaf with in_dims=None reaches the module as it is: here a number."""
     model, x, z, y = Two(), torch.randn(5, 4), torch.randn(5, 2), torch.randn(5, 3)
     fn, params = psgrad.from_module(model, F.mse_loss)
@@ -86,7 +87,7 @@ def test_dict_input_with_a_shared_leaf():
     torch.testing.assert_close(ours, want)
 
 
-def test_target_that_is_a_tree():
+def test_target_that_is_a_tree() -> None:
     x, y, w = torch.randn(5, 4), torch.randint(3, (5,)), torch.rand(5)
     loss = lambda out, t: (F.cross_entropy(out, t["label"], reduction="none") * t["weight"]).sum()
     model = mlp()
@@ -100,7 +101,7 @@ def test_target_that_is_a_tree():
             torch.testing.assert_close(ours[name][i], g)
 
 
-def test_no_target():
+def test_no_target() -> None:
     """None is a target too: nothing but the output counts."""
     model, x = mlp(), torch.randn(5, 4)
     fn, params = psgrad.from_module(model, lambda out, target: out.square().sum())
@@ -131,32 +132,32 @@ LOSSES = {
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch, of multi_margin_loss
 @pytest.mark.parametrize("name", LOSSES)
-def test_losses(name):
+def test_losses(name: Any) -> None:
     loss, target = LOSSES[name]
     same(mlp(), loss, torch.randn(5, 4), target())
 
 
-def test_token_level_loss():
+def test_token_level_loss() -> None:
     model = nn.Sequential(nn.Embedding(10, 8), nn.LayerNorm(8), nn.Linear(8, 10))
     tokens = torch.randint(10, (5, 7))
     same(model, lambda logits, t: F.cross_entropy(logits.mT, t), tokens, tokens.roll(-1, 1))
 
 
-def test_token_level_loss_that_ignores_positions():
+def test_token_level_loss_that_ignores_positions() -> None:
     model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 10))
     tokens = torch.randint(10, (5, 7))
     target = tokens.masked_fill(torch.arange(7) >= torch.tensor([7, 6, 3, 1, 2])[:, None], -100)
     same(model, lambda logits, t: F.cross_entropy(logits.flatten(0, 1), t.flatten()), tokens, target)
 
 
-def test_segmentation_loss():
+def test_segmentation_loss() -> None:
     same(nn.Conv2d(3, 4, 3, padding=1), F.cross_entropy, torch.randn(5, 3, 6, 6), torch.randint(4, (5, 6, 6)))
 
 
 # ---- which parameters ---------------------------------------------------------------------------------
 
 
-def test_params_are_the_trainable_ones_detached():
+def test_params_are_the_trainable_ones_detached() -> None:
     model = mlp()
     _, params = psgrad.from_module(model, F.mse_loss)
     assert list(params) == [name for name, _ in model.named_parameters()]
@@ -165,7 +166,7 @@ def test_params_are_the_trainable_ones_detached():
         assert params[name].data_ptr() == p.data_ptr()  # no copy
 
 
-def test_frozen_parameters():
+def test_frozen_parameters() -> None:
     model = mlp()
     model[0].weight.requires_grad_(False)
     model[2].bias.requires_grad_(False)
@@ -176,14 +177,14 @@ def test_frozen_parameters():
     assert {row.param for row in report.rows} == {"params['0.bias']", "params['2.weight']"}
 
 
-def test_tied_weights_once():
+def test_tied_weights_once() -> None:
     class Tied(nn.Module):
-        def __init__(self):
+        def __init__(self) -> None:
             super().__init__()
             self.tok, self.head = nn.Embedding(9, 4), nn.Linear(4, 9)
             self.head.weight = self.tok.weight
 
-        def forward(self, tokens):
+        def forward(self, tokens: Tensor) -> Tensor:
             return self.head(torch.tanh(self.tok(tokens)))
 
     _, params = psgrad.from_module(Tied(), F.mse_loss)
@@ -192,7 +193,7 @@ def test_tied_weights_once():
     same(Tied(), lambda out, t: F.cross_entropy(out.mT, t), tokens, tokens)
 
 
-def test_shared_submodule_once():
+def test_shared_submodule_once() -> None:
     layer = nn.Linear(4, 4)
     model = nn.Sequential(OrderedDict(first=layer, act=nn.Tanh(), second=layer))
     _, params = psgrad.from_module(model, F.mse_loss)
@@ -200,7 +201,7 @@ def test_shared_submodule_once():
     same(model, F.mse_loss, torch.randn(5, 4), torch.randn(5, 4))
 
 
-def test_fn_uses_the_params_it_is_given():
+def test_fn_uses_the_params_it_is_given() -> None:
     """Not those of the module: params may be anything of their shapes."""
     model, x, y = mlp(), torch.randn(5, 4), torch.randn(5, 3)
     fn, params = psgrad.from_module(model, F.mse_loss)
@@ -210,7 +211,7 @@ def test_fn_uses_the_params_it_is_given():
     torch.testing.assert_close(ours, by_hand(model, F.mse_loss, lambda i: ((x[i : i + 1],), {}), y, 5))
 
 
-def test_a_part_of_params():
+def test_a_part_of_params() -> None:
     """Fewer parameters than the module has: the rest are frozen at the module's values."""
     model, x, y = mlp(), torch.randn(5, 4), torch.randn(5, 3)
     fn, params = psgrad.from_module(model, F.mse_loss)
@@ -220,7 +221,7 @@ def test_a_part_of_params():
     torch.testing.assert_close(ours, {name: want[name] for name in head})
 
 
-def test_the_module_keeps_its_parameters():
+def test_the_module_keeps_its_parameters() -> None:
     model = mlp()
     before = dict(model.named_parameters())
     fn, params = psgrad.from_module(model, F.mse_loss)
@@ -232,16 +233,16 @@ def test_the_module_keeps_its_parameters():
 # ---- buffers and modes --------------------------------------------------------------------------------
 
 
-def buffers(model):
+def buffers(model: Any) -> Any:
     return {name: b.clone() for name, b in model.named_buffers()}
 
 
-def unchanged(model, before):
+def unchanged(model: Any, before: Any) -> Any:
     after = dict(model.named_buffers())
     return all(type(after[name]) is torch.Tensor and torch.equal(after[name], b) for name, b in before.items())
 
 
-def test_batch_norm_in_training_leaves_its_buffers_alone():
+def test_batch_norm_in_training_leaves_its_buffers_alone() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2)).train()
     before = buffers(model)
     assert set(before) == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
@@ -254,7 +255,7 @@ def test_batch_norm_in_training_leaves_its_buffers_alone():
     assert unchanged(model, before)
 
 
-def test_batch_norm_in_training_inside_a_module_in_eval():
+def test_batch_norm_in_training_inside_a_module_in_eval() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
     model[1].train()
     before = buffers(model)
@@ -266,13 +267,13 @@ def test_batch_norm_in_training_inside_a_module_in_eval():
 class Counting(nn.Module):
     """Writes its buffers in every forward: one in place, one by assignment."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.lin = nn.Linear(4, 3)
         self.register_buffer("calls", torch.zeros(()))
         self.register_buffer("mean", torch.zeros(4))
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
         return self.lin(x - self.mean)
@@ -280,7 +281,7 @@ class Counting(nn.Module):
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("chunk_size", [None, 2])
-def test_buffers_that_forward_writes(training, chunk_size):
+def test_buffers_that_forward_writes(training: Any, chunk_size: Any) -> None:
     model = Counting().train(training)
     before = buffers(model)
     fn, params = psgrad.from_module(model, F.mse_loss)
@@ -292,7 +293,7 @@ def test_buffers_that_forward_writes(training, chunk_size):
 
 
 @pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning")
-def test_buffers_are_left_alone_by_the_loop_too():
+def test_buffers_are_left_alone_by_the_loop_too() -> None:
     model = nn.Sequential(nn.Conv1d(2, 3, 2), nn.BatchNorm1d(3)).train()
     before = buffers(model)
     fn, params = psgrad.from_module(model, lambda out, y: out.sum() * float(y.numpy()[0]))
@@ -300,7 +301,7 @@ def test_buffers_are_left_alone_by_the_loop_too():
     assert unchanged(model, before)
 
 
-def test_train_and_eval_count_when_fn_runs():
+def test_train_and_eval_count_when_fn_runs() -> None:
     model = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5), nn.Linear(64, 3))
     fn, params = psgrad.from_module(model, F.mse_loss)
     batch = (torch.randn(5, 4), torch.randn(5, 3))
@@ -315,7 +316,7 @@ def test_train_and_eval_count_when_fn_runs():
     assert model.training
 
 
-def test_batch_norm_in_eval_and_training_differ():
+def test_batch_norm_in_eval_and_training_differ() -> None:
     model = nn.Sequential(nn.Conv1d(2, 3, 2), nn.BatchNorm1d(3))
     fn, params = psgrad.from_module(model, lambda out, y: torch.sin(out).sum() * y.sum())
     batch = (torch.randn(5, 2, 6), torch.rand(5))
@@ -339,43 +340,43 @@ class Output:
 class ModelOutput(OrderedDict):
     """Like the transformers package's: an ordered dict whose items are attributes too."""
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: Any) -> Any:
         return self[name]
 
 
 class Named(nn.Module):
-    def __init__(self, kind):
+    def __init__(self, kind: Any) -> None:
         super().__init__()
         self.kind, self.body, self.head = kind, nn.Linear(4, 6), nn.Linear(6, 3)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.body(x))
         return self.kind(logits=self.head(hidden), hidden=hidden)
 
 
 @pytest.mark.parametrize("kind", [dict, Output, ModelOutput])
-def test_outputs_that_are_not_a_tensor(kind):
-    def loss(out, y):
+def test_outputs_that_are_not_a_tensor(kind: Any) -> None:
+    def loss(out: Any, y: Any) -> Any:
         logits, hidden = (out["logits"], out["hidden"]) if kind is dict else (out.logits, out.hidden)
         return F.cross_entropy(logits, y) + hidden.square().mean()
 
     same(Named(kind), loss, torch.randn(5, 4), torch.randint(3, (5,)))
 
 
-def test_output_that_is_a_tuple():
+def test_output_that_is_a_tuple() -> None:
     class Pair(nn.Module):
-        def __init__(self):
+        def __init__(self) -> None:
             super().__init__()
             self.mean, self.log_var = nn.Linear(4, 2), nn.Linear(4, 2)
 
-        def forward(self, x):
+        def forward(self, x: Tensor) -> Tensor:
             return self.mean(x), self.log_var(x)
 
     loss = lambda out, y: (((out[0] - y) ** 2) / out[1].exp() + out[1]).mean()
     same(Pair(), loss, torch.randn(5, 4), torch.randn(5, 2))
 
 
-def test_module_with_hooks():
+def test_module_with_hooks() -> None:
     """Forward hooks are part of the module."""
     model = mlp()
     model[0].register_forward_hook(lambda module, args, out: out * 2)
@@ -383,14 +384,14 @@ def test_module_with_hooks():
     same(model, F.mse_loss, torch.randn(5, 4), torch.randn(5, 3))
 
 
-def test_module_with_a_parameter_list_and_dict():
+def test_module_with_a_parameter_list_and_dict() -> None:
     class Lists(nn.Module):
-        def __init__(self):
+        def __init__(self) -> None:
             super().__init__()
             self.scales = nn.ParameterList([nn.Parameter(torch.randn(4)) for _ in range(2)])
             self.named = nn.ParameterDict({"w": nn.Parameter(torch.randn(3, 4))})
 
-        def forward(self, x):
+        def forward(self, x: Tensor) -> Tensor:
             for scale in self.scales:
                 x = torch.tanh(x * scale)
             return F.linear(x, self.named["w"])
@@ -398,17 +399,17 @@ def test_module_with_a_parameter_list_and_dict():
     same(Lists(), F.mse_loss, torch.randn(5, 4), torch.randn(5, 3))
 
 
-def test_resnet_block_with_in_place_ops():
+def test_resnet_block_with_in_place_ops() -> None:
     """ReLU(inplace=True) and `out += x`, as torchvision's ResNets have them: without the loop over samples."""
 
     class Block(nn.Module):
-        def __init__(self):
+        def __init__(self) -> None:
             super().__init__()
             self.conv1, self.bn1 = nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
             self.conv2, self.bn2 = nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
             self.relu = nn.ReLU(inplace=True)
 
-        def forward(self, x):
+        def forward(self, x: Tensor) -> Tensor:
             out = self.relu(self.bn1(self.conv1(x)))
             out = self.bn2(self.conv2(out))
             out += x
@@ -419,7 +420,7 @@ def test_resnet_block_with_in_place_ops():
 
 
 @pytest.mark.parametrize("cls", [nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent_module(cls):
+def test_recurrent_module(cls: Any) -> None:
     """A module that keeps a second list of its weights: the ones that count are those in params."""
     model, x = cls(4, 3, num_layers=2, batch_first=True), torch.randn(5, 6, 4)
     loss = lambda out, y: (torch.sin(out[0]) * y).sum()
@@ -446,12 +447,12 @@ def test_recurrent_module(cls):
     ids=["as it is", "transposed", "part", "strided", "expanded"],
 )
 @pytest.mark.parametrize("inplace", [False, True])
-def test_layouts_of_the_input(layout, inplace):
+def test_layouts_of_the_input(layout: Any, inplace: Any) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace), nn.Linear(4, 4))
     same(model, F.cross_entropy, layout(torch.randn(4, 4)), torch.randint(4, (4,)))
 
 
-def test_a_loss_of_torch_runs_folded(monkeypatch):
+def test_a_loss_of_torch_runs_folded(monkeypatch: pytest.MonkeyPatch) -> None:
     rule = RULES[torch._C._nn.cross_entropy_loss]
     seen = []
     run = lambda options, *tensors: seen.append(tensors[0].shape) or rule.run(options, *tensors)
@@ -460,14 +461,14 @@ def test_a_loss_of_torch_runs_folded(monkeypatch):
     assert seen == [(5, 1, 3)]
 
 
-def test_a_target_that_is_ignored_gives_nan_as_it_does_alone():
+def test_a_target_that_is_ignored_gives_nan_as_it_does_alone() -> None:
     target = torch.tensor([0, -100, 2])
     fn, params = psgrad.from_module(mlp(), F.cross_entropy)
     _, values = psgrad.per_sample_grads(fn, params, (torch.randn(3, 4), target), return_value=True)
     assert values.isnan().tolist() == [False, True, False]
 
 
-def test_a_model_that_has_lost_a_parameter_keeps_the_others():
+def test_a_model_that_has_lost_a_parameter_keeps_the_others() -> None:
     model = mlp()
     fn, params = psgrad.from_module(model, F.cross_entropy)
     first, lost = model[0].weight, model[2]._parameters.pop("bias")
@@ -485,34 +486,34 @@ class Reversed(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x):
+    def forward(x: Tensor) -> Any:
         return x.view_as(x)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         pass
 
     @staticmethod
-    def backward(ctx, g):
+    def backward(ctx: Any, g: Tensor) -> Any:
         return -g
 
 
 class Adversarial(nn.Module):
-    def __init__(self, last):
+    def __init__(self, last: Any) -> None:
         super().__init__()
         self.a, self.b, self.last = nn.Linear(4, 3), nn.Linear(3, 3), last
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         x = self.b(torch.tanh(self.a(x)) if self.last else Reversed.apply(self.a(x)))
         return Reversed.apply(x) if self.last else x
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_a_function_that_returns_a_view(last):
+def test_a_function_that_returns_a_view(last: Any) -> None:
     same(Adversarial(last), F.cross_entropy, torch.randn(5, 4), torch.randint(3, (5,)))
 
 
-def test_modules_that_share_their_parameters_dict():
+def test_modules_that_share_their_parameters_dict() -> None:
     first = nn.Linear(4, 4)
     model = nn.Sequential(first, nn.Tanh(), copy.copy(first))
     fn, params = psgrad.from_module(model, F.cross_entropy)
@@ -526,11 +527,11 @@ SMOOTHING = 0.0
 
 
 @functools.wraps(F.cross_entropy)
-def smoothed(output, target):
+def smoothed(output: Any, target: Any) -> Any:
     return F.cross_entropy(output, target, label_smoothing=SMOOTHING)
 
 
-def test_a_loss_of_ones_own_in_torchs_clothes(monkeypatch):
+def test_a_loss_of_ones_own_in_torchs_clothes(monkeypatch: pytest.MonkeyPatch) -> None:
     fn, params = psgrad.from_module(mlp(), smoothed)
     batch = torch.randn(3, 4), torch.tensor([0, 2, 1])
     before = psgrad.per_sample_norms(fn, params, batch)

@@ -3,11 +3,12 @@
 import subprocess
 import sys
 import warnings
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import psgrad
 from psgrad.engine import faults as _faults
@@ -15,11 +16,11 @@ from psgrad.testing import check
 
 
 @pytest.fixture(autouse=True)
-def float64():
+def float64() -> None:
     torch.set_default_dtype(torch.float64)  # conftest puts it back
 
 
-def warnings_of(fn, params, batch):
+def warnings_of(fn: Any, params: Any, batch: Any) -> Any:
     """What psgrad warns of when gradients, norms and clipped sums are asked for, all of which equal the loop."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", psgrad.FallbackWarning)
@@ -37,13 +38,13 @@ PART = {"psgrad runs a part of fn in a loop over samples: exact, slower there"}
 
 class Cubed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, shift):
+    def forward(ctx: Any, x: Tensor, shift: Any) -> Any:
         ctx.save_for_backward(x)
         ctx.shift = shift
         return x**3 + shift, x.detach().sign()
 
     @staticmethod
-    def backward(ctx, g, _):
+    def backward(ctx: Any, g: Tensor, _: Any) -> Any:
         return 3 * ctx.saved_tensors[0] ** 2 * g, None
 
 
@@ -51,15 +52,15 @@ class Newer(torch.autograd.Function):
     """In the newer style, but without a word about vmap."""
 
     @staticmethod
-    def forward(x):
+    def forward(x: Tensor) -> Any:
         return x.exp()
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.save_for_backward(output)
 
     @staticmethod
-    def backward(ctx, g):
+    def backward(ctx: Any, g: Tensor) -> Any:
         return g * ctx.saved_tensors[0]
 
 
@@ -76,17 +77,17 @@ LOOPED = {
 
 
 @pytest.mark.parametrize("name", LOOPED)
-def test_one_op_in_a_loop(name):
+def test_one_op_in_a_loop(name: Any) -> None:
     assert warnings_of(LOOPED[name], torch.randn(3, 4), torch.randn(5, 4)) <= PART
 
 
-def test_everything_around_it_keeps_its_rules():
+def test_everything_around_it_keeps_its_rules() -> None:
     fn = lambda p, x: Cubed.apply(F.linear(x, p["a"]), 1)[0] @ p["b"]
     params, x = {"a": torch.randn(3, 4), "b": torch.randn(3)}, torch.randn(5, 4)
     assert psgrad.testing.rules_used(fn, params, x) == {"params['a']": ["linear"], "params['b']": ["matmul"]}
 
 
-def test_explain_shows_the_rung():
+def test_explain_shows_the_rung() -> None:
     fn = lambda p, x: Newer.apply(p["a"] * x).sum() + Newer.apply(p["b"]).sum() * x.sum()
     params = {"a": torch.randn(4), "b": torch.randn(4)}
     report = psgrad.explain(fn, params, torch.randn(5, 4))
@@ -96,18 +97,18 @@ def test_explain_shows_the_rung():
     assert rows["params['b']"] == "vmap: in a loop over samples, it does not say what it does under vmap"
 
 
-def test_a_function_that_reaches_for_what_it_is_not_given():
+def test_a_function_that_reaches_for_what_it_is_not_given() -> None:
     """A tensor that a Function closes over is not among its arguments: then the whole call runs in a loop."""
 
-    def fn(p, x):
+    def fn(p: Any, x: Any) -> Any:
         class Reaching(torch.autograd.Function):
             @staticmethod
-            def forward(ctx, h):
+            def forward(ctx: Any, h: Tensor) -> Any:
                 ctx.save_for_backward(h)
                 return h * x.sum()
 
             @staticmethod
-            def backward(ctx, g):
+            def backward(ctx: Any, g: Tensor) -> Any:
                 return g * x.sum()
 
         return Reaching.apply(F.linear(x, p)).square().sum()
@@ -116,13 +117,13 @@ def test_a_function_that_reaches_for_what_it_is_not_given():
     assert found == {"psgrad runs fn in a loop over samples: exact, but slow"}
 
 
-def _apply():
+def _apply() -> Any:
     """`Function.apply` as it stands, and its code where it is Python."""
     method = torch.autograd.Function.__dict__["apply"]
     return method, getattr(getattr(method, "__func__", None), "__code__", None)
 
 
-def test_functions_are_torchs_own_again():
+def test_functions_are_torchs_own_again() -> None:
     before = _apply()
     with pytest.warns(psgrad.FallbackWarning):
         psgrad.per_sample_grads(LOOPED["newer Function"], torch.randn(3, 4), torch.randn(5, 4))
@@ -134,7 +135,7 @@ def test_functions_are_torchs_own_again():
 # ---- answers -------------------------------------------------------------------------------------------------
 
 
-def _repeated(p, x):
+def _repeated(p: Any, x: Any) -> Any:
     counts = (x[:3] > 0).long()
     return torch.repeat_interleave(F.linear(x, p), counts).sum() + F.linear(x, p).sum()
 
@@ -154,7 +155,7 @@ ANSWERED = {
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's own loop, in C++
 @pytest.mark.parametrize("name", ANSWERED)
-def test_what_asks_for_a_python_value_or_a_shape(name):
+def test_what_asks_for_a_python_value_or_a_shape(name: Any) -> None:
     found = warnings_of(ANSWERED[name], torch.randn(3, 4), torch.randn(6, 4))
     assert found <= PART | {"psgrad splits 6 samples into 6 groups, which disagree at"}
 
@@ -174,7 +175,7 @@ CONTROL = {
 
 
 @pytest.mark.parametrize("name", CONTROL)
-def test_control_flow(name):
+def test_control_flow(name: Any) -> None:
     params, x = torch.randn(3, 4), torch.randn(5, 4)
     alone = torch.stack([torch.func.grad(PLAIN[name])(params, s) for s in x])
     with warnings.catch_warnings():
@@ -199,14 +200,14 @@ torch.testing.assert_close(found, want)
 """
 
 
-def test_control_flow_in_a_process_that_has_not_loaded_a_compiler():
+def test_control_flow_in_a_process_that_has_not_loaded_a_compiler() -> None:
     done = subprocess.run([sys.executable, "-c", _FRESH], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning")
 @pytest.mark.parametrize("name", CONTROL)
-def test_control_flow_in_the_loop_for_the_whole_call(name):
+def test_control_flow_in_the_loop_for_the_whole_call(name: Any) -> None:
     """`.numpy()` sends the whole call to the loop."""
     params, x = torch.randn(3, 4), torch.randn(5, 4)
     alone = torch.stack([torch.func.grad(PLAIN[name])(params, s) for s in x])
@@ -214,14 +215,14 @@ def test_control_flow_in_the_loop_for_the_whole_call(name):
     torch.testing.assert_close(found, alone)
 
 
-def _doubling(p, x):
+def _doubling(p: Any, x: Any) -> Any:
     i, h = 0, F.linear(x, p) + 0.1
     while h.square().sum() < 40 + i:
         i, h = i + 1, h * 1.5
     return h.sum()
 
 
-def _scanned(p, x):
+def _scanned(p: Any, x: Any) -> Any:
     h, total = torch.zeros(3), 0
     for a in x[:, None] + p[0, 0]:
         h, total = torch.tanh(F.linear(h, p[:, :3]) + a), total + (h * a).sum()
@@ -262,7 +263,7 @@ WRONG = {  # a call of each function in the table of faults for which plain vmap
 }
 
 
-def _runs(fn, p, x):
+def _runs(fn: Any, p: Any, x: Any) -> Any:
     try:
         torch.func.grad(fn)(p, x)
     except RuntimeError:
@@ -276,7 +277,7 @@ def _runs(fn, p, x):
     [fault for fault in _faults.TABLE if not fault.what.startswith("does not look")],
     ids=lambda f: f.functions[0].__name__,
 )
-def test_faults_of_torch(fault):
+def test_faults_of_torch(fault: Any) -> None:
     fn = WRONG[fault.functions[0]]
     if not _runs(fn, torch.rand(3, 4) + 0.5, torch.rand(3, 4) + 0.1):
         pytest.skip("this torch refuses to differentiate it, samples or not")
@@ -295,7 +296,7 @@ MISTAKES = {  # which torch refuses, and its vmap does not
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_what_torch_refuses_is_refused(name):
+def test_what_torch_refuses_is_refused(name: Any) -> None:
     fn, error = MISTAKES[name]
     p, i = torch.rand(3, 4), torch.tensor([0, 1, 2])
     with pytest.raises(error):
@@ -306,7 +307,7 @@ def test_what_torch_refuses_is_refused(name):
 
 
 @pytest.mark.parametrize("name", [f.__name__ for f in WRONG])
-def test_torch_has_not_mended_it_yet(name):
+def test_torch_has_not_mended_it_yet(name: Any) -> None:
     """Fails when torch gets right what the table of faults is for: then the entry can go."""
     fn = next(f for function, f in WRONG.items() if function.__name__ == name)
     p = torch.rand(3, 4) + 0.5
@@ -325,11 +326,11 @@ def test_torch_has_not_mended_it_yet(name):
 
 
 @pytest.fixture
-def model():
+def model() -> Any:
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
-def compilers(test):
+def compilers(test: Any) -> Any:
     """Warnings of dynamo's and inductor's own are let through."""
     for text in ("The .grad attribute of a Tensor that is not a leaf", ".torch.jit.script_method. is deprecated"):
         test = pytest.mark.filterwarnings(f"ignore:{text}")(test)
@@ -338,7 +339,7 @@ def compilers(test):
 
 @compilers
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_compiled_functions_inside_fn(backend, model):
+def test_compiled_functions_inside_fn(backend: Any, model: Any) -> None:
     if backend == "inductor":
         pytest.importorskip("torch._inductor")
     compiled = torch.compile(lambda h: torch.tanh(h) * 2, backend=backend, fullgraph=True)
@@ -372,11 +373,11 @@ _MODEL = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
 @compilers
 @pytest.mark.parametrize("name", QUANTITIES)
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_inside_a_compiled_function(name, backend):
+def test_inside_a_compiled_function(name: Any, backend: Any) -> None:
     fn, params = psgrad.from_module(_MODEL, F.mse_loss)
     quantity = QUANTITIES[name]
 
-    def step(params, x, y):
+    def step(params: Any, x: Any, y: Any) -> Any:
         found = quantity(fn, params, (x * 2, y))
         return torch.utils._pytree.tree_map(lambda t: t * 3 + 1, found)
 
@@ -386,7 +387,7 @@ def test_inside_a_compiled_function(name, backend):
         torch.testing.assert_close(compiled(*args), step(*args))
 
 
-def test_the_rules_run_inside_a_compiled_function():
+def test_the_rules_run_inside_a_compiled_function() -> None:
     fn, params = psgrad.from_module(_MODEL, F.mse_loss)
     compiled = torch.compile(lambda p, x, y: psgrad.testing.rules_used(fn, p, (x, y)), backend="eager")
     used = compiled(params, torch.randn(5, 4), torch.randn(5, 3))

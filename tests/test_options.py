@@ -2,7 +2,7 @@
 
 import math
 import random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import optree
 import pytest
@@ -16,38 +16,38 @@ from psgrad.torch_.storage import first_clash, is_distinct
 
 
 @pytest.fixture(autouse=True)
-def float64():
+def float64() -> None:
     torch.set_default_dtype(torch.float64)  # conftest puts it back
 
 
-def fn(p, x):
+def fn(p: Any, x: Any) -> Any:
     return torch.sin(F.linear(x, p["w"], p["b"])).sum()
 
 
-def params():
+def params() -> Any:
     generator = torch.Generator().manual_seed(1)
     return {"w": torch.randn(3, 4, generator=generator), "b": torch.randn(3, generator=generator)}
 
 
-def close(ours, want):
+def close(ours: Any, want: Any) -> None:
     torch.testing.assert_close(ours, want, rtol=1e-10, atol=1e-12)
 
 
-def branching(p, x):
+def branching(p: Any, x: Any) -> Any:
     """Splits the batch: samples disagree."""
     return fn(p, x) if x.sum() > 0 else fn(p, x).square()
 
 
-def looping(p, x):
+def looping(p: Any, x: Any) -> Any:
     """vmap refuses a boolean mask: samples run one by one."""
     return fn(p, x) + x[x > 0].sum() * p["b"].sum()
 
 
-def counted(function):
+def counted(function: Any) -> Any:
     """`function`, and a list that grows with each of its calls."""
     calls = []
 
-    def wrapper(*args):
+    def wrapper(*args: Any) -> Any:
         calls.append(1)
         return function(*args)
 
@@ -58,12 +58,12 @@ def counted(function):
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2, -1, -2, -3])
-def test_in_dims_as_one_int(dim):
+def test_in_dims_as_one_int(dim: Any) -> None:
     p, x = params(), torch.randn(5, 2, 4)
     close(psgrad.per_sample_grads(fn, p, x.movedim(0, dim), in_dims=dim), psgrad.testing.loop_grads(fn, p, x))
 
 
-def test_in_dims_as_a_prefix():
+def test_in_dims_as_a_prefix() -> None:
     """One int for a whole branch of the batch, another for a leaf."""
     p, x, y, z = params(), torch.randn(5, 4), torch.randn(5, 4), torch.randn(5, 4)
     f = lambda p, s: fn(p, s[0]["x"] + 2 * s[0]["y"]) * s[1].sum()
@@ -73,17 +73,17 @@ def test_in_dims_as_a_prefix():
 
 
 @pytest.mark.parametrize("shared", [torch.tensor(2.0), torch.ones(4), 2.0])
-def test_in_dims_none_shares_a_leaf(shared):
+def test_in_dims_none_shares_a_leaf(shared: Any) -> None:
     p, x = params(), torch.randn(5, 4)
     ours = psgrad.per_sample_grads(lambda p, s: fn(p, s[0] * s[1]), p, (x, shared), in_dims=(0, None))
     close(ours, psgrad.testing.loop_grads(lambda p, x: fn(p, x * shared), p, x))
 
 
-def test_in_dims_none_shares_a_branch_of_anything():
+def test_in_dims_none_shares_a_branch_of_anything() -> None:
     """Strings, numbers and None travel to fn as they are."""
     seen = []
 
-    def f(p, s):
+    def f(p: Any, s: Any) -> Any:
         seen.append(s[1])
         return fn(p, s[0])
 
@@ -92,7 +92,7 @@ def test_in_dims_none_shares_a_branch_of_anything():
     assert seen == [extra]
 
 
-def test_none_in_the_batch():
+def test_none_in_the_batch() -> None:
     p, x = params(), torch.randn(5, 4)
     f = lambda p, s: fn(p, s["x"]) if s["mask"] is None else fn(p, s["x"] * s["mask"])
     close(psgrad.per_sample_grads(f, p, {"x": x, "mask": None}), psgrad.testing.loop_grads(fn, p, x))
@@ -101,14 +101,14 @@ def test_none_in_the_batch():
 @pytest.mark.parametrize(
     "function", [branching, pytest.param(looping, marks=pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning"))]
 )
-def test_in_dims_when_samples_are_split(function):
+def test_in_dims_when_samples_are_split(function: Any) -> None:
     p, x = params(), torch.randn(7, 4)
     want = psgrad.testing.loop_grads(function, p, x)
     close(psgrad.per_sample_grads(function, p, x.t(), in_dims=1), want)
     close(psgrad.per_sample_grads(function, p, x.t(), in_dims=-1, chunk_size=3), want)
 
 
-def test_nested_batches():
+def test_nested_batches() -> None:
     class Sample(NamedTuple):
         x: torch.Tensor
         rest: dict
@@ -122,20 +122,20 @@ def test_nested_batches():
 # ---- has_aux and return_value -------------------------------------------------------------------------
 
 
-def with_aux(p, x):
+def with_aux(p: Any, x: Any) -> Any:
     out = F.linear(x, p["w"], p["b"])
     aux = {"out": out, "top": out.argmax(), "pair": (x.sum() > 0, [7, 0.5, True]), "none": None}
     return torch.sin(out).sum(), aux
 
 
-def expected_aux(p, x):
+def expected_aux(p: Any, x: Any) -> Any:
     out = F.linear(x, p["w"], p["b"])
     n = len(x)
     numbers = [torch.full((n,), 7), torch.full((n,), 0.5), torch.full((n,), True)]
     return {"out": out, "top": out.argmax(-1), "pair": (x.sum(-1) > 0, numbers), "none": None}
 
 
-def same_tree(ours, want):
+def same_tree(ours: Any, want: Any) -> None:
     assert optree.tree_structure(ours) == optree.tree_structure(want)
     for a, b in zip(optree.tree_leaves(ours), optree.tree_leaves(want), strict=True):
         assert a.dtype == b.dtype
@@ -144,7 +144,7 @@ def same_tree(ours, want):
 
 @pytest.mark.parametrize("chunk_size", [None, 1, 3])
 @pytest.mark.parametrize("n", [0, 1, 5])
-def test_what_comes_back_and_in_which_order(n, chunk_size):
+def test_what_comes_back_and_in_which_order(n: Any, chunk_size: Any) -> None:
     p, x = params(), torch.randn(n, 4)
     grads, values = psgrad.testing.loop_grads(fn, p, x), torch.sin(F.linear(x, p["w"], p["b"])).sum(-1)
     options = {"chunk_size": chunk_size}
@@ -157,28 +157,28 @@ def test_what_comes_back_and_in_which_order(n, chunk_size):
     )
 
 
-def test_the_order_is_that_of_torch_func():
+def test_the_order_is_that_of_torch_func() -> None:
     p, x = params(), torch.randn(5, 4)
     f = lambda p, x: (fn(p, x), {"x2": 2 * x})
     theirs = torch.vmap(torch.func.grad_and_value(f, has_aux=True), in_dims=(None, 0))(p, x)
     same_tree(psgrad.per_sample_grads(f, p, x, has_aux=True, return_value=True), theirs)
 
 
-def test_aux_without_leaves():
+def test_aux_without_leaves() -> None:
     p, x = params(), torch.randn(5, 4)
     for aux in ({}, None, ()):
         _, back = psgrad.per_sample_grads(lambda p, x, aux=aux: (fn(p, x), aux), p, x, has_aux=True)
         assert back == aux
 
 
-def test_aux_and_values_are_detached():
+def test_aux_and_values_are_detached() -> None:
     p, x = {k: t.requires_grad_() for k, t in params().items()}, torch.randn(5, 4)
     _, (values, aux) = psgrad.per_sample_grads(with_aux, p, x, has_aux=True, return_value=True)
     assert not values.requires_grad
     assert not aux["out"].requires_grad
 
 
-def test_aux_of_a_split_batch():
+def test_aux_of_a_split_batch() -> None:
     p, x = params(), torch.randn(7, 4)
     f = lambda p, x: (branching(p, x), {"x": x, "positive": 1 if x.sum() > 0 else 0})
     grads, (values, aux) = psgrad.per_sample_grads(f, p, x, has_aux=True, return_value=True)
@@ -188,7 +188,7 @@ def test_aux_of_a_split_batch():
     assert torch.equal(aux["positive"], (x.sum(1) > 0).long())
 
 
-def test_aux_of_a_split_batch_with_another_dtype_per_branch():
+def test_aux_of_a_split_batch_with_another_dtype_per_branch() -> None:
     p, x = params(), torch.tensor([[1.0] * 4, [-1.0] * 4, [2.0] * 4])
     f = lambda p, x: (fn(p, x), 1 if x.sum() > 0 else 0.5)
     _, aux = psgrad.per_sample_grads(f, p, x, has_aux=True)
@@ -200,7 +200,7 @@ def test_aux_of_a_split_batch_with_another_dtype_per_branch():
     [lambda x: {"a": x} if x.sum() > 0 else {"b": x}, lambda x: x if x.sum() > 0 else x[:2]],
     ids=["keys", "shape"],
 )
-def test_aux_of_a_split_batch_that_does_not_fit_together(aux):
+def test_aux_of_a_split_batch_that_does_not_fit_together(aux: Any) -> None:
     """Another structure or shape per sample cannot be stacked: an error of psgrad's own, never a wrong key."""
     x = torch.tensor([[1.0] * 4, [-1.0] * 4, [2.0] * 4])
     with pytest.raises(psgrad.PsgradError, match="aux"):
@@ -208,7 +208,7 @@ def test_aux_of_a_split_batch_that_does_not_fit_together(aux):
 
 
 @pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning")
-def test_aux_of_the_loop():
+def test_aux_of_the_loop() -> None:
     p, x = params(), torch.randn(5, 4)
     f = lambda p, x: (looping(p, x), {"count": (x > 0).sum(), "x": x, "seven": 7})
     grads, (values, aux) = psgrad.per_sample_grads(f, p, x, has_aux=True, return_value=True)
@@ -217,7 +217,7 @@ def test_aux_of_the_loop():
     same_tree(aux, {"count": (x > 0).sum(1), "x": x, "seven": torch.full((5,), 7)})
 
 
-def test_values_have_the_dtype_of_the_loss():
+def test_values_have_the_dtype_of_the_loss() -> None:
     p = {k: t.float() for k, t in params().items()}
     x = torch.randn(5, 4, dtype=torch.float32)
     _, values = psgrad.per_sample_grads(lambda p, x: fn(p, x).double(), p, x, return_value=True)
@@ -226,7 +226,7 @@ def test_values_have_the_dtype_of_the_loss():
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
-def test_values_have_one_axis(shape):
+def test_values_have_one_axis(shape: Any) -> None:
     _, values = psgrad.per_sample_grads(
         lambda p, x: fn(p, x).view(shape), params(), torch.randn(5, 4), return_value=True
     )
@@ -237,7 +237,7 @@ def test_values_have_one_axis(shape):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6, 7, 8, 100])
-def test_chunk_size(size):
+def test_chunk_size(size: Any) -> None:
     """The answer is the same, and so many samples run at once."""
     p, x = params(), torch.randn(7, 4)
     f, calls = counted(fn)
@@ -246,19 +246,19 @@ def test_chunk_size(size):
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_chunk_size_when_samples_are_split(size):
+def test_chunk_size_when_samples_are_split(size: Any) -> None:
     p, x = params(), torch.randn(7, 4)
     close(psgrad.per_sample_grads(branching, p, x, chunk_size=size), psgrad.testing.loop_grads(branching, p, x))
 
 
 @pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning")
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_chunk_size_in_the_loop(size):
+def test_chunk_size_in_the_loop(size: Any) -> None:
     p, x = params(), torch.randn(7, 4)
     close(psgrad.per_sample_grads(looping, p, x, chunk_size=size), psgrad.testing.loop_grads(looping, p, x))
 
 
-def test_chunk_size_with_unused_parameters():
+def test_chunk_size_with_unused_parameters() -> None:
     p, x = params() | {"idle": torch.randn(2)}, torch.randn(7, 4)
     grads = psgrad.per_sample_grads(fn, p, x, chunk_size=3)
     assert torch.equal(grads["idle"], torch.zeros(7, 2))
@@ -267,7 +267,7 @@ def test_chunk_size_with_unused_parameters():
 # ---- max_bytes ----------------------------------------------------------------------------------------
 
 
-def conv_net():
+def conv_net() -> Any:
     net = nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1),
         nn.GroupNorm(2, 8),
@@ -280,31 +280,31 @@ def conv_net():
     return function, p, (torch.randn(40, 3, 10, 10), torch.randn(40, 4)), [*net.buffers()]
 
 
-def sequence_net():
+def sequence_net() -> Any:
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
     function, p = psgrad.from_module(layer, F.mse_loss)
     return function, p, (torch.randn(40, 12, 16), torch.randn(40, 12, 16)), []
 
 
-def branching_net():
+def branching_net() -> Any:
     """fn looks at values: nothing is known from shapes alone."""
     net = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))
     function, p = psgrad.from_module(net, F.mse_loss)
 
-    def branch(p, s):
+    def branch(p: Any, s: Any) -> Any:
         loss = function(p, s)
         return loss * 2 if s[0].sum() > 1e9 else loss
 
     return branch, p, (torch.randn(40, 12, 16), torch.randn(40, 12, 16)), []
 
 
-def two_way_net():
+def two_way_net() -> Any:
     """Samples disagree on the branch: each chunk is split."""
     function, p, batch, known = branching_net()
     return (lambda p, s: function(p, s) * (2 if s[0].sum() > 0 else 1)), p, batch, known
 
 
-def measured(function, p, batch, known, **options):
+def measured(function: Any, p: Any, batch: Any, known: Any, **options: Any) -> Any:
     """The result, and the most bytes that were alive at once beyond inputs and result."""
     n = len(optree.tree_leaves(batch)[0])
     out = optree.tree_map(lambda t: t.new_empty(n, *t.shape), p)
@@ -315,7 +315,7 @@ def measured(function, p, batch, known, **options):
 
 @pytest.mark.parametrize("make", [conv_net, sequence_net, branching_net, two_way_net])
 @pytest.mark.parametrize("share", [2, 5, 10])
-def test_max_bytes_is_respected(make, share):
+def test_max_bytes_is_respected(make: Any, share: Any) -> None:
     function, p, batch, known = make()
     want, all_at_once = measured(function, p, batch, known)
     bound = all_at_once // share
@@ -326,7 +326,7 @@ def test_max_bytes_is_respected(make, share):
     assert peak > 0.4 * bound  # and made use of
 
 
-def test_max_bytes_that_all_samples_fit():
+def test_max_bytes_that_all_samples_fit() -> None:
     function, p, batch, known = conv_net()
     _, all_at_once = measured(function, p, batch, known)
     f, calls = counted(function)
@@ -336,7 +336,7 @@ def test_max_bytes_that_all_samples_fit():
     assert len(calls) == 1
 
 
-def test_max_bytes_is_what_explain_says():
+def test_max_bytes_is_what_explain_says() -> None:
     function, p, batch, known = conv_net()
     _, all_at_once = measured(function, p, batch, known)
     report = psgrad.explain(function, p, batch, max_bytes=all_at_once // 4)
@@ -348,7 +348,7 @@ def test_max_bytes_is_what_explain_says():
     assert len(calls) == math.ceil(40 / report.chunk_size)
 
 
-def test_max_bytes_follows_in_dims():
+def test_max_bytes_follows_in_dims() -> None:
     """A choice made where a leaf is shared is not taken over where each sample has its own."""
     p, batch = {"w": torch.randn(())}, (torch.randn(64), torch.randn(64, 64))
     f = lambda p, s: torch.sin(s[0] * s[1] * p["w"]).sum()  # 64 numbers a sample, or 64 x 64
@@ -360,7 +360,7 @@ def test_max_bytes_follows_in_dims():
 
 
 @pytest.mark.parametrize("share", [2.5, 3.5, 6])
-def test_max_bytes_makes_even_chunks(share):
+def test_max_bytes_makes_even_chunks(share: Any) -> None:
     function, p, batch, known = conv_net()
     _, all_at_once = measured(function, p, batch, known)
     sizes = []
@@ -373,21 +373,21 @@ def test_max_bytes_makes_even_chunks(share):
     assert sizes == [min(each, 40 - start) for start in range(0, 40, each)]
 
 
-def test_max_bytes_of_no_samples():
+def test_max_bytes_of_no_samples() -> None:
     grads = psgrad.per_sample_grads(fn, params(), torch.randn(0, 4), max_bytes=1)
     assert grads["w"].shape == (0, 3, 4)
 
 
-def test_max_bytes_is_reproducible_under_a_seed():
+def test_max_bytes_is_reproducible_under_a_seed() -> None:
     """Measuring draws no random numbers, even where fn has to run for it."""
 
-    def f(p, x):
+    def f(p: Any, x: Any) -> Any:
         h = F.dropout(F.linear(x, p["w"]))
         return (h * 2 if x[0] > 0 else h).sum()
 
     p, x = params(), torch.randn(6, 4)
 
-    def grads(**options):
+    def grads(**options: Any) -> Any:
         torch.manual_seed(0)
         return psgrad.per_sample_grads(f, {"w": p["w"]}, x, **options)["w"]
 
@@ -399,7 +399,7 @@ def test_max_bytes_is_reproducible_under_a_seed():
 # ---- out ----------------------------------------------------------------------------------------------
 
 
-def stale(n, p):
+def stale(n: Any, p: Any) -> Any:
     return {k: torch.full((n, *t.shape), torch.nan) for k, t in p.items()}
 
 
@@ -408,7 +408,7 @@ def stale(n, p):
     [fn, branching, pytest.param(looping, marks=pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning"))],
 )
 @pytest.mark.parametrize("chunk_size", [None, 3])
-def test_out_is_written_and_returned(function, chunk_size):
+def test_out_is_written_and_returned(function: Any, chunk_size: Any) -> None:
     p, x = params() | {"idle": torch.randn(2, 2)}, torch.randn(7, 4)
     out = stale(7, p)
     tensors = dict(out)
@@ -433,7 +433,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("chunk_size", [None, 3])
-def test_out_of_any_layout(layout, chunk_size):
+def test_out_of_any_layout(layout: Any, chunk_size: Any) -> None:
     p, x = {"w": params()["w"]}, torch.randn(7, 4)
     f = lambda p, x: torch.sin(F.linear(x, p["w"])).sum()
     out = {"w": LAYOUTS[layout](torch.empty(7, 3, 4))}
@@ -441,7 +441,7 @@ def test_out_of_any_layout(layout, chunk_size):
     close(out, psgrad.testing.loop_grads(f, p, x))
 
 
-def test_out_leaves_the_memory_around_it_alone():
+def test_out_leaves_the_memory_around_it_alone() -> None:
     p, x = {"w": params()["w"]}, torch.randn(7, 4)
     whole = torch.full((9, 5, 9), 13.0)
     psgrad.per_sample_grads(lambda p, x: F.linear(x, p["w"]).sum(), p, x, out={"w": whole[1:8, 1:4, 2:6]})
@@ -449,7 +449,7 @@ def test_out_leaves_the_memory_around_it_alone():
     assert (whole == 13.0).all()
 
 
-def test_out_with_everything_else():
+def test_out_with_everything_else() -> None:
     p, x = params(), torch.randn(7, 4)
     out = stale(7, p)
     grads, (values, aux) = psgrad.per_sample_grads(with_aux, p, x, out=out, has_aux=True, return_value=True)
@@ -459,13 +459,13 @@ def test_out_with_everything_else():
     same_tree(aux, expected_aux(p, x))
 
 
-def test_out_of_no_samples():
+def test_out_of_no_samples() -> None:
     p = params()
     out = stale(0, p)
     assert psgrad.per_sample_grads(fn, p, torch.randn(0, 4), out=out) is out
 
 
-def test_out_of_views_of_one_buffer():
+def test_out_of_views_of_one_buffer() -> None:
     """Parameters that are views of one flat tensor, gradients written into one matrix."""
     flat, x = torch.randn(15), torch.randn(7, 4)
     p = {"w": flat[:12].view(3, 4), "b": flat[12:]}
@@ -486,7 +486,7 @@ APART = {
 
 
 @pytest.mark.parametrize("pieces", APART)
-def test_out_of_pieces_of_one_buffer(pieces):
+def test_out_of_pieces_of_one_buffer(pieces: Any) -> None:
     """That no number belongs to two of them is what counts, not that they are views of one storage."""
     rows, x = torch.full((7, 10), torch.nan), torch.randn(7, 4)
     a, b = APART[pieces](rows)
@@ -496,7 +496,7 @@ def test_out_of_pieces_of_one_buffer(pieces):
     close(out, psgrad.testing.loop_grads(f, p, x))
 
 
-def places(t):
+def places(t: Any) -> Any:
     """Every byte of `t` in its storage."""
     index = torch.arange(t.untyped_storage().nbytes()).view(-1, t.itemsize)
     return (
@@ -506,11 +506,11 @@ def places(t):
     )
 
 
-def test_views_that_share_a_number():
+def test_views_that_share_a_number() -> None:
     """Against all their places listed."""
     memory, pick, seen = torch.zeros(64), random.Random(0), set()
 
-    def view():
+    def view() -> Any:
         t = memory if pick.random() < 0.8 else memory.view(torch.float16)
         shape = [pick.randint(1, 3) for _ in range(pick.randint(1, 3))]
         strides = [pick.randint(0, 8) for _ in shape]
@@ -526,7 +526,7 @@ def test_views_that_share_a_number():
     assert len(seen) == 4
 
 
-def test_out_in_inference_mode():
+def test_out_in_inference_mode() -> None:
     p, x = params(), torch.randn(7, 4)
     with torch.inference_mode():
         out = psgrad.per_sample_grads(fn, p, x, out=stale(7, p))
@@ -534,7 +534,7 @@ def test_out_in_inference_mode():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_out_of_the_dtype_of_the_parameter(dtype):
+def test_out_of_the_dtype_of_the_parameter(dtype: Any) -> None:
     """The product runs in float64; the result is what the parameter's dtype can hold of it."""
     p, x = {"w": params()["w"].to(dtype)}, torch.randn(7, 4)
     f = lambda p, x: torch.sin(x * p["w"]).sum()
@@ -547,18 +547,18 @@ def test_out_of_the_dtype_of_the_parameter(dtype):
 # ---- randomness ---------------------------------------------------------------------------------------
 
 
-def noisy(p, x):
+def noisy(p: Any, x: Any) -> Any:
     return (F.linear(x, p["w"], p["b"]) * torch.rand(3)).sum()
 
 
-def test_randomness_different():
+def test_randomness_different() -> None:
     torch.manual_seed(0)
     grads = psgrad.per_sample_grads(noisy, params(), torch.randn(20, 4))["b"]
     assert len(grads.unique(dim=0)) == 20
 
 
 @pytest.mark.parametrize("chunk_size", [None, 1, 3])
-def test_randomness_same(chunk_size):
+def test_randomness_same(chunk_size: Any) -> None:
     """One draw for all samples, the one that a single call would make, whatever the chunks."""
     torch.manual_seed(0)
     want = torch.rand(3)
@@ -568,6 +568,6 @@ def test_randomness_same(chunk_size):
     torch.testing.assert_close(grads, want.expand(20, 3), rtol=0, atol=0)
 
 
-def test_randomness_error_without_draws():
+def test_randomness_error_without_draws() -> None:
     p, x = params(), torch.randn(5, 4)
     close(psgrad.per_sample_grads(fn, p, x, randomness="error"), psgrad.testing.loop_grads(fn, p, x))

@@ -1,6 +1,7 @@
 """A call can be recorded by make_fx, rules and all, and replayed for other numbers."""
 
 import warnings
+from typing import Any
 
 import optree
 import pytest
@@ -21,15 +22,15 @@ RECORDED = {(frozenset(rule for used in case.rules.values() for rule in used), c
 
 
 @pytest.mark.parametrize("case", RECORDED.values(), ids=lambda case: case.id)
-def test_a_recorded_call_gives_the_same_for_other_numbers(case):
+def test_a_recorded_call_gives_the_same_for_other_numbers(case: Any) -> None:
     fn, params, batch = case.make()
 
-    def asked(params):
+    def asked(params: Any) -> Any:
         grads = psgrad.per_sample_grads(fn, params, batch)
         clipped = psgrad.clipped_grad(fn, params, batch, 1.0, nonfinite="propagate")
         return optree.tree_leaves((grads, psgrad.per_sample_norms(fn, params, batch), clipped.grad))
 
-    def drawn(call, params):
+    def drawn(call: Any, params: Any) -> Any:
         torch.manual_seed(1)
         return call(params)
 
@@ -41,8 +42,8 @@ def test_a_recorded_call_gives_the_same_for_other_numbers(case):
             torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
-def test_what_depends_on_numbers_is_asserted_when_the_ops_run():
-    def clipped(w, x):
+def test_what_depends_on_numbers_is_asserted_when_the_ops_run() -> None:
+    def clipped(w: Any, x: Any) -> Any:
         return psgrad.clipped_grad(lambda w, x: (w * x).sum(), w, x, 1.0).grad
 
     graph = make_fx(clipped)(torch.ones(2), torch.ones(3, 2))
@@ -59,7 +60,7 @@ TABLES = {
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_what_is_recorded_of_a_table_depends_on_no_index(name):
+def test_what_is_recorded_of_a_table_depends_on_no_index(name: Any) -> None:
     """Recorded where every sample repeats one row, replayed where all rows differ."""
     by_frequency = name == "by frequency"
     fn = lambda p, x: F.embedding(x, p["w"], scale_grad_by_freq=by_frequency).sin().sum()

@@ -5,12 +5,13 @@ import gc
 import re
 import threading
 import warnings
+from typing import Any
 
 import optree
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -20,15 +21,15 @@ from psgrad.rules.linear import LINEAR
 
 
 @pytest.fixture(autouse=True)
-def float64():
+def float64() -> None:
     torch.set_default_dtype(torch.float64)  # conftest puts it back
 
 
-def net():
+def net() -> Any:
     """A bit of everything that has a rule, a view and a function of parameters."""
 
     class Net(nn.Module):
-        def __init__(self):
+        def __init__(self) -> None:
             super().__init__()
             self.tok = nn.Embedding(7, 8)
             self.conv, self.norm = nn.Conv1d(8, 8, 3, padding=1), nn.GroupNorm(2, 8)
@@ -37,7 +38,7 @@ def net():
             self.batch_norm, self.head = nn.BatchNorm1d(8), nn.Linear(8, 3)
             self.seen = "never"
 
-        def forward(self, tokens):
+        def forward(self, tokens: Tensor) -> Tensor:
             x = self.tok(tokens) * self.scale + self.pos
             x = torch.tanh(self.norm(self.conv(x.mT))).mT
             x = self.attention(x, x, x)[0] + x @ (self.head.weight.t() @ self.head.weight)
@@ -48,7 +49,7 @@ def net():
     return Net()
 
 
-def problem():
+def problem() -> Any:
     model = net()
     fn, params = psgrad.from_module(model, F.cross_entropy)
     return model, fn, params, (torch.randint(7, (4, 5)), torch.randint(3, (4,)))
@@ -57,7 +58,7 @@ def problem():
 # ---- exceptions leave no trace ------------------------------------------------------------------------
 
 
-def surroundings():
+def surroundings() -> Any:
     """Everything that torch keeps per thread or process and that a call could forget to put back."""
     return {
         "function modes": list(_get_current_function_mode_stack()),
@@ -78,7 +79,7 @@ def surroundings():
     }
 
 
-def contents(model):
+def contents(model: Any) -> Any:
     """The module's tensors by identity and by value, and its other attributes."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {
@@ -94,7 +95,7 @@ def contents(model):
     }
 
 
-def same_contents(a, b):
+def same_contents(a: Any, b: Any) -> Any:
     values = [(a["value"][name], b["value"][name]) for name in a["value"]]
     return all(a[key] == b[key] for key in a if key != "value") and all(torch.equal(x, y) for x, y in values)
 
@@ -106,21 +107,21 @@ class BoomError(Exception):
 class Bomb(TorchFunctionMode):
     """Raises at the k-th torch function that is called under it."""
 
-    def __init__(self, k, error=BoomError):
+    def __init__(self, k: Any, error: Any = BoomError) -> None:
         super().__init__()
         self.k, self.error, self.count = k, error, 0
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += 1
         if self.count == self.k:
             raise self.error(f"at {self.k}")
         return func(*args, **(kwargs or {}))
 
 
-def functions_called(fn, params, batch):
+def functions_called(fn: Any, params: Any, batch: Any) -> Any:
     counts = []
 
-    def counting(p, s):
+    def counting(p: Any, s: Any) -> Any:
         with Bomb(-1) as bomb:
             loss = fn(p, s)
         counts.append(bomb.count)
@@ -131,7 +132,7 @@ def functions_called(fn, params, batch):
 
 
 @pytest.mark.parametrize("options", [{}, {"chunk_size": 2}, {"max_bytes": 10**8}, {"randomness": "same"}], ids=str)
-def test_exception_at_every_op_leaves_nothing_behind(options):
+def test_exception_at_every_op_leaves_nothing_behind(options: Any) -> None:
     """Raise at the k-th torch function for each k: the user's error comes out, everything else is as it was."""
     model, fn, params, batch = problem()
     model.head.weight.grad = torch.ones_like(model.head.weight)
@@ -141,7 +142,7 @@ def test_exception_at_every_op_leaves_nothing_behind(options):
     inputs = [t.clone() for t in (*params.values(), *batch)]
     for k in range(1, total + 1, 1 if not options else 5):
 
-        def failing(p, s, k=k):
+        def failing(p: Any, s: Any, k: Any = k) -> Any:
             with Bomb(k):
                 return fn(p, s)
 
@@ -155,11 +156,11 @@ def test_exception_at_every_op_leaves_nothing_behind(options):
 
 
 @pytest.mark.parametrize("k", [1, 10, 25])
-def test_exception_in_explain_leaves_nothing_behind(k):
+def test_exception_in_explain_leaves_nothing_behind(k: Any) -> None:
     model, fn, params, batch = problem()
     before, module_before, rng = surroundings(), contents(model), torch.get_rng_state()
 
-    def failing(p, s):
+    def failing(p: Any, s: Any) -> Any:
         with Bomb(k):
             return fn(p, s)
 
@@ -171,12 +172,12 @@ def test_exception_in_explain_leaves_nothing_behind(k):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit, StopIteration])
-def test_exceptions_of_every_kind_come_out(error):
+def test_exceptions_of_every_kind_come_out(error: Any) -> None:
     """Interrupts too; at once, without a second run of fn for those that are not errors."""
     _model, fn, params, batch = problem()
     before, runs = surroundings(), []
 
-    def failing(p, s):
+    def failing(p: Any, s: Any) -> Any:
         runs.append(1)
         with Bomb(12, error):
             return fn(p, s)
@@ -187,11 +188,11 @@ def test_exceptions_of_every_kind_come_out(error):
     assert len(runs) == (1 if not issubclass(error, Exception) else 2)
 
 
-def test_the_error_is_the_one_that_fn_raised():
+def test_the_error_is_the_one_that_fn_raised() -> None:
     """The object itself, with what it carries, not a copy or a wrapper; and no FallbackWarning on the way."""
     raised = []
 
-    def fn(p, x):
+    def fn(p: Any, x: Any) -> Any:
         h = F.linear(x, p)
         raised.append(BoomError("mine", 42))
         raise raised[-1]
@@ -203,10 +204,10 @@ def test_the_error_is_the_one_that_fn_raised():
     assert caught.value.args == ("mine", 42)
 
 
-def test_an_error_of_one_sample_comes_out():
+def test_an_error_of_one_sample_comes_out() -> None:
     """fn refuses a sample on purpose, by a data-dependent branch."""
 
-    def fn(p, x):
+    def fn(p: Any, x: Any) -> Any:
         if x[0] > 2:
             raise BoomError("too large")
         return F.linear(x, p).sum()
@@ -224,20 +225,20 @@ class FailsBackward(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x):
+    def forward(x: Tensor) -> Any:
         return x.clone()
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         pass
 
     @staticmethod
-    def backward(ctx, g):
+    def backward(ctx: Any, g: Tensor) -> None:
         raise BoomError("in the backward")
 
 
 @pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning")
-def test_an_error_in_the_backward_leaves_nothing_behind():
+def test_an_error_in_the_backward_leaves_nothing_behind() -> None:
     model, fn, params, batch = problem()
     before, module_before = surroundings(), contents(model)
     with pytest.raises(BoomError, match="in the backward"):
@@ -246,7 +247,7 @@ def test_an_error_in_the_backward_leaves_nothing_behind():
     assert same_contents(contents(model), module_before)
 
 
-def test_a_call_that_works_leaves_nothing_behind():
+def test_a_call_that_works_leaves_nothing_behind() -> None:
     model, fn, params, batch = problem()
     before, module_before, rng = surroundings(), contents(model), torch.get_rng_state()
     psgrad.per_sample_grads(fn, params, batch)
@@ -259,10 +260,10 @@ def test_a_call_that_works_leaves_nothing_behind():
 
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("inference", [True, False])
-def test_surrounding_modes_are_put_back(grad, inference):
+def test_surrounding_modes_are_put_back(grad: Any, inference: Any) -> None:
     _, fn, params, batch = problem()
 
-    def failing(p, s):
+    def failing(p: Any, s: Any) -> Any:
         with Bomb(9):
             return fn(p, s)
 
@@ -275,7 +276,7 @@ def test_surrounding_modes_are_put_back(grad, inference):
         assert surroundings() == before
 
 
-def test_a_surrounding_function_mode_sees_the_ops():
+def test_a_surrounding_function_mode_sees_the_ops() -> None:
     """Somebody else's mode around the call keeps working, and is not disturbed."""
     fn, w, x = (lambda p, x: torch.sin(F.linear(x, p)).sum()), torch.randn(3, 4), torch.randn(5, 4)
     with Bomb(-1) as counter:
@@ -288,7 +289,7 @@ def test_a_surrounding_function_mode_sees_the_ops():
 # ---- threads and nesting ------------------------------------------------------------------------------
 
 
-def test_two_threads_with_different_models():
+def test_two_threads_with_different_models() -> None:
     """50 rounds each, at once: equal to the serial answers, bit for bit."""
     linear = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3))
     first, params = psgrad.from_module(linear, F.mse_loss)
@@ -296,7 +297,7 @@ def test_two_threads_with_different_models():
     want = [psgrad.per_sample_grads(*job) for job in jobs]
     wrong, errors, start = [], [], threading.Barrier(2)
 
-    def work(job, expected):
+    def work(job: Any, expected: Any) -> None:
         try:
             start.wait()
             for i in range(50):
@@ -316,17 +317,17 @@ def test_two_threads_with_different_models():
     assert not wrong
 
 
-def test_an_exception_in_one_thread_does_not_touch_the_other():
+def test_an_exception_in_one_thread_does_not_touch_the_other() -> None:
     _, fn, params, batch = problem()
     _, other, other_params, other_batch = problem()
     want = psgrad.per_sample_grads(fn, params, batch)
     got, failures, start = [], [], threading.Barrier(2)
 
-    def failing(p, s):
+    def failing(p: Any, s: Any) -> Any:
         with Bomb(15):
             return other(p, s)
 
-    def fails():
+    def fails() -> None:
         start.wait()
         for _ in range(20):
             try:
@@ -334,7 +335,7 @@ def test_an_exception_in_one_thread_does_not_touch_the_other():
             except BoomError as error:
                 failures.append(error)
 
-    def works():
+    def works() -> None:
         start.wait()
         for _ in range(20):
             got.append(psgrad.per_sample_grads(fn, params, batch))
@@ -349,13 +350,13 @@ def test_an_exception_in_one_thread_does_not_touch_the_other():
         torch.testing.assert_close(grads, want, rtol=1e-12, atol=1e-14)
 
 
-def test_explain_in_one_thread_and_gradients_in_the_other():
+def test_explain_in_one_thread_and_gradients_in_the_other() -> None:
     """explain runs fn on fake tensors: no business of other threads."""
     job, other = problem()[1:], problem()[1:]
     want = psgrad.per_sample_grads(*job)
     reports, grads, start = [], [], threading.Barrier(2)
 
-    def work(results, call, arguments):
+    def work(results: Any, call: Any, arguments: Any) -> None:
         start.wait()
         for _ in range(10):
             results.append(call(*arguments))
@@ -374,15 +375,15 @@ def test_explain_in_one_thread_and_gradients_in_the_other():
         torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-14)
 
 
-def test_calls_nest():
+def test_calls_nest() -> None:
     """A call inside fn, over the same parameters, with an exception in the inner one that fn handles."""
     w, x = torch.randn(3, 4), torch.randn(5, 2, 4)
     inner = lambda w, row: torch.tanh(F.linear(row, w)).sum()
 
-    def refuse(w, row):
+    def refuse(w: Any, row: Any) -> None:
         raise BoomError("inner")
 
-    def fn(w, rows):
+    def fn(w: Any, rows: Any) -> Any:
         with contextlib.suppress(BoomError):
             psgrad.per_sample_grads(refuse, w, rows)
         return psgrad.per_sample_grads(inner, w, rows).square().sum() + F.linear(rows, w).sum()
@@ -397,11 +398,11 @@ def test_calls_nest():
 
 
 @pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning")
-def test_explain_nests():
+def test_explain_nests() -> None:
     """explain from inside fn describes the inner call."""
     reports = []
 
-    def fn(w, x):
+    def fn(w: Any, x: Any) -> Any:
         if not reports:
             reports.append(psgrad.explain(lambda v, y: F.linear(y, v).sum(), torch.zeros(2, 3), torch.zeros(4, 3)))
         return F.linear(x, w).square().sum()
@@ -415,19 +416,19 @@ def test_explain_nests():
 # ---- memory -------------------------------------------------------------------------------------------
 
 
-def live_tensors():
+def live_tensors() -> Any:
     gc.collect()
     return sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects())
 
 
-def resident():
+def resident() -> Any:
     """Bytes of this process in memory."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4096
 
 
-def _fails(fn, params, batch):
-    def failing(p, s):
+def _fails(fn: Any, params: Any, batch: Any) -> None:
+    def failing(p: Any, s: Any) -> Any:
         with Bomb(12):
             return fn(p, s)
 
@@ -438,13 +439,13 @@ def _fails(fn, params, batch):
     raise AssertionError("did not fail")
 
 
-def _loops(fn, params, batch):
+def _loops(fn: Any, params: Any, batch: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", psgrad.FallbackWarning)
         psgrad.per_sample_grads(lambda p, s: fn(p, s) + s[0][s[0] > 3].sum() * p["scale"].sum(), params, batch)
 
 
-def _splits(fn, params, batch):
+def _splits(fn: Any, params: Any, batch: Any) -> None:
     psgrad.per_sample_grads(lambda p, s: fn(p, s) * (2 if s[0][0] > 3 else 1), params, batch)
 
 
@@ -463,7 +464,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_memory_does_not_grow(name):
+def test_memory_does_not_grow(name: Any) -> None:
     """No tensor stays alive, and no memory outside of tensors either."""
     rounds, call = CALLS[name]
     _, fn, params, batch = problem()
@@ -476,7 +477,7 @@ def test_memory_does_not_grow(name):
     assert resident() - size < 32 << 20
 
 
-def test_large_results_are_freed():
+def test_large_results_are_freed() -> None:
     """100 results of 8 MB: one that stayed alive each time would be 800 MB."""
     fn, w, x = (lambda p, x: torch.sin(F.linear(x, p)).sum()), torch.randn(100, 100), torch.randn(100, 100)
     for _ in range(3):
@@ -492,13 +493,13 @@ def test_large_results_are_freed():
 
 @pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning")
 @pytest.mark.parametrize("way", ["vmap", "chunks", "split", "loop"])
-def test_inputs_are_never_modified(way):
+def test_inputs_are_never_modified(way: Any) -> None:
     _, fn, params, batch = problem()
     params = {k: p.clone().requires_grad_() for k, p in params.items()}
     inputs = [*params.values(), *batch]
     before = [(t.detach().clone(), t._version, t.requires_grad, t.grad_fn, t.data_ptr()) for t in inputs]
 
-    def function(p, s):
+    def function(p: Any, s: Any) -> Any:
         factor = 2 if way == "split" and s[0][0] > 3 else 1
         return fn(p, s) * (factor + (s[0][s[0] > 3].numel() if way == "loop" else 0))
 
@@ -509,11 +510,11 @@ def test_inputs_are_never_modified(way):
         assert t.grad is None
 
 
-def test_in_place_ops_on_a_copy_of_the_sample():
+def test_in_place_ops_on_a_copy_of_the_sample() -> None:
     x = torch.randn(5, 4)
     before = x.clone()
 
-    def fn(p, x):
+    def fn(p: Any, x: Any) -> Any:
         x = x.clone()
         x[0] = 7.0
         x.mul_(2)
@@ -526,12 +527,12 @@ def test_in_place_ops_on_a_copy_of_the_sample():
 @pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning")
 @pytest.mark.parametrize("options", [{}, {"chunk_size": 2}, {"max_bytes": 10**6}], ids=str)
 @pytest.mark.parametrize("way", ["vmap", "split", "loop"])
-def test_in_place_ops_on_the_sample_itself(way, options):
+def test_in_place_ops_on_the_sample_itself(way: Any, options: Any) -> None:
     """Exact or refused, however often fn runs for one answer; the caller's batch stays as it is."""
     x, w = torch.randn(5, 4), torch.randn(3, 4)
     before = x.clone()
 
-    def fn(p, x):
+    def fn(p: Any, x: Any) -> Any:
         x.mul_(2)
         extra = x[x > 0].sum() if way == "loop" else 0
         return torch.sin(F.linear(x, p)).sum() * (2 if way == "split" and x[0] > 0 else 1) + extra * p.sum()
@@ -557,12 +558,12 @@ WRITES = {
 
 @pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning")
 @pytest.mark.parametrize("name", WRITES)
-def test_parameters_that_fn_writes_behind_autograds_back(name):
+def test_parameters_that_fn_writes_behind_autograds_back(name: Any) -> None:
     """Refused or not, the caller's parameters stay as they are."""
     w = torch.randn(3, 4)
     before = w.clone()
 
-    def fn(p, x):
+    def fn(p: Any, x: Any) -> Any:
         WRITES[name](p)
         return torch.sin(F.linear(x, p)).sum()
 
@@ -571,7 +572,7 @@ def test_parameters_that_fn_writes_behind_autograds_back(name):
     assert torch.equal(w, before)
 
 
-def storages(tree):
+def storages(tree: Any) -> Any:
     return [t.untyped_storage().data_ptr() for t in optree.tree_leaves(tree) if t.numel()]
 
 
@@ -588,7 +589,7 @@ ALIASING = {
 
 @pytest.mark.filterwarnings("ignore::psgrad.UnusedParametersWarning")
 @pytest.mark.parametrize("name", ALIASING)
-def test_results_do_not_alias(name):
+def test_results_do_not_alias(name: Any) -> None:
     """Neither each other nor the inputs; every row has memory of its own."""
     fn = ALIASING[name]
     params, x = {"a": torch.randn(4), "b": torch.randn(4)}, torch.randn(5, 4)
@@ -607,13 +608,13 @@ def test_results_do_not_alias(name):
 @pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning")
 @pytest.mark.parametrize("way", ["vmap", "loop", "chunks"])
 @pytest.mark.parametrize("n", [1, 5])
-def test_aux_does_not_alias(n, way):
+def test_aux_does_not_alias(n: Any, way: Any) -> None:
     """Neither the inputs, nor what fn closes over, nor another leaf of aux."""
     params, x, closed = {"a": torch.randn(4)}, torch.randn(n, 4), torch.randn(4)
     inputs = (params["a"], x, closed)
     before = [t.clone() for t in inputs]
 
-    def fn(p, x):
+    def fn(p: Any, x: Any) -> Any:
         h = p["a"] * x
         extra = x[x > 0].sum() if way == "loop" else 0
         return h.sum() + extra, {"x": x, "a": p["a"], "closed": closed, "one": 1.0, "h": h, "again": h}
@@ -628,7 +629,7 @@ def test_aux_does_not_alias(n, way):
 
 
 @pytest.mark.filterwarnings("ignore::psgrad.UnusedParametersWarning")
-def test_values_have_memory_of_their_own():
+def test_values_have_memory_of_their_own() -> None:
     _, values = psgrad.per_sample_grads(
         lambda p, x: torch.tensor(1.0), torch.randn(3), torch.randn(5, 3), return_value=True
     )
@@ -636,7 +637,7 @@ def test_values_have_memory_of_their_own():
     assert torch.equal(values, torch.tensor([7.0, 1.0, 1.0, 1.0, 1.0]))
 
 
-def test_out_that_is_not_contiguous():
+def test_out_that_is_not_contiguous() -> None:
     fn, w, x = (lambda p, x: torch.sin(F.linear(x, p)).sum()), torch.randn(3, 4), torch.randn(5, 4)
     out = torch.full((4, 5, 6), torch.nan)[:, :, ::2].permute(1, 2, 0)
     assert psgrad.per_sample_grads(fn, w, x, out=out) is out
@@ -650,20 +651,20 @@ class OldStyle(torch.autograd.Function):
     """No setup_context: vmap refuses it."""
 
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx: Any, x: Tensor) -> Any:
         ctx.save_for_backward(x)
         return x**3
 
     @staticmethod
-    def backward(ctx, g):
+    def backward(ctx: Any, g: Tensor) -> Any:
         (x,) = ctx.saved_tensors
         return 3 * x**2 * g
 
 
-def test_old_style_autograd_function():
+def test_old_style_autograd_function() -> None:
     """Exact, and the warning says where and why, and points at the call."""
 
-    def fn(p, x):
+    def fn(p: Any, x: Any) -> Any:
         h = F.linear(x, p)
         return OldStyle.apply(h).sum()
 
@@ -683,11 +684,11 @@ def test_old_style_autograd_function():
     assert caught[0].lineno == line
 
 
-def test_the_warning_can_be_an_error():
+def test_the_warning_can_be_an_error() -> None:
     """As people who cannot afford the loop would have it: the call stops before it begins."""
     runs = []
 
-    def fn(p, x):
+    def fn(p: Any, x: Any) -> Any:
         runs.append(1)
         return OldStyle.apply(F.linear(x, p)).sum()
 
@@ -700,20 +701,20 @@ def test_the_warning_can_be_an_error():
     assert surroundings() == before
 
 
-def test_new_style_autograd_function_needs_no_loop():
+def test_new_style_autograd_function_needs_no_loop() -> None:
     class Cube(torch.autograd.Function):
         generate_vmap_rule = True
 
         @staticmethod
-        def forward(x):
+        def forward(x: Tensor) -> Any:
             return x**3
 
         @staticmethod
-        def setup_context(ctx, inputs, output):
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
             ctx.save_for_backward(*inputs)
 
         @staticmethod
-        def backward(ctx, g):
+        def backward(ctx: Any, g: Tensor) -> Any:
             (x,) = ctx.saved_tensors
             return 3 * x**2 * g
 
@@ -729,7 +730,7 @@ DYNAMIC = {
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch, before vmap refuses
 @pytest.mark.parametrize("name", DYNAMIC)
-def test_data_dependent_shapes(name):
+def test_data_dependent_shapes(name: Any) -> None:
     x = torch.randn(5, 4)
     with pytest.warns(psgrad.FallbackWarning, match=r"test_robustness\.py:\d+ in <lambda>: "):
         psgrad.testing.check(DYNAMIC[name], torch.randn(3, 4), x)
@@ -755,14 +756,14 @@ MASKED = {
 }
 
 
-def _put(t, mask, value):
+def _put(t: Any, mask: Any, value: Any) -> Any:
     t[mask] = value
     return t
 
 
 @pytest.mark.parametrize("batch", ["masks that differ", "masks of one size", "one mask", "no element"])
 @pytest.mark.parametrize("name", MASKED)
-def test_masks(name, batch):
+def test_masks(name: Any, batch: Any) -> None:
     """Masks as indices need no loop: written as integers where samples choose equally many, else in parts."""
     x = torch.randn(6, 4).abs() + 0.1
     if batch == "masks that differ":
@@ -795,11 +796,11 @@ INTEGERS = {
 
 @pytest.mark.parametrize("of", ["parameter", "constant"])
 @pytest.mark.parametrize("name", INTEGERS)
-def test_integers_as_indices(name, of):
+def test_integers_as_indices(name: Any, of: Any) -> None:
     """An integer of the sample drops its axis, and every other one stays where it is. All sizes are equal here."""
     table, weight = torch.randn(3, 3, 3), torch.randn(3, 3, 3)
 
-    def fn(p, sample):
+    def fn(p: Any, sample: Any) -> Any:
         found = INTEGERS[name](p if of == "parameter" else table.to(p), *sample)
         return (torch.sin(found) * weight.to(p)[: len(found)] * p.sum()).sum()
 
@@ -829,85 +830,85 @@ IN_PLACE = {
 }
 
 
-def _with_row(w):
+def _with_row(w: Any) -> Any:
     w[1] = 0.5
     return w
 
 
-def _zeroed(w):
+def _zeroed(w: Any) -> Any:
     with torch.no_grad():
         w[0] = 0
         w.mul_(2)
     return w
 
 
-def _through_a_view(w):
+def _through_a_view(w: Any) -> Any:
     w.view(-1)[2:5].mul_(3)
     w.t()[0].zero_()
     return w
 
 
-def _filled(buffer, w):
+def _filled(buffer: Any, w: Any) -> Any:
     for i, row in enumerate(w):
         buffer[i] = row * 2
     return buffer
 
 
-def _part_doubled(y):
+def _part_doubled(y: Any) -> Any:
     y[:, 1:].mul_(2)
     y.view(-1)[0].add_(1)
     return y
 
 
-def _input_changed(h, p):
+def _input_changed(h: Any, p: Any) -> Any:
     y = F.linear(h, p)
     return y.sum() * h.clone().mul_(2).sum()
 
 
-def _then_doubled(h, p):
+def _then_doubled(h: Any, p: Any) -> Any:
     y = h + p[0]
     h.mul_(2)
     return (y * h).sum()
 
 
 @pytest.fixture(params=["small", "large"])
-def size(request, monkeypatch):
+def size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Large: no call counts as small."""
     if request.param == "large":
         monkeypatch.setattr(_plan, "SMALL", -1)
 
 
 @pytest.mark.usefixtures("size")
-def test_results_share_no_memory():
+def test_results_share_no_memory() -> None:
     p = {name: torch.randn(3) for name in "abcd"} | {"w": torch.randn(3, 4), "v": torch.randn(3, 4)}
 
-    def fn(p, x):  # autograd hands one cotangent to both layers and to both sums
+    def fn(p: Any, x: Any) -> Any:  # autograd hands one cotangent to both layers and to both sums
         return (F.linear(x, p["w"], p["a"]) + F.linear(x, p["v"], p["b"]) + p["c"] + p["d"]).sum()
 
     grads = optree.tree_leaves(psgrad.per_sample_grads(fn, p, torch.randn(5, 4)))
     assert len({g.untyped_storage().data_ptr() for g in grads}) == len(grads)
 
 
-def _doubling(p, x):
+def _doubling(p: Any, x: Any) -> Any:
     y = F.linear(x, p)
     y.grad_fn.register_prehook(lambda grads: (grads[0] * 2,))
     return y.sin().sum()
 
 
 @pytest.mark.usefixtures("size")
-def test_hooks_on_the_graph_of_an_output_count():
+def test_hooks_on_the_graph_of_an_output_count() -> None:
     psgrad.testing.check(_doubling, torch.randn(3, 4), torch.randn(5, 4), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.usefixtures("size")
-def test_a_rule_may_return_a_view():
+def test_a_rule_may_return_a_view() -> None:
     """A transposed output, which is no reshape of what was computed."""
     bind = lambda input, weight, bias=None: psgrad.extend.Call(input, (weight, bias))
     forward = lambda options, x, w, b: (F.linear(x, w, b).mT, ())
     backward = lambda options, g, x, params, saved, needs: LINEAR.backward(options, g.mT, x, params, saved, needs)
     transposed = lambda input, weight, bias=None: F.linear(input, weight, bias).mT
 
-    def called(*args):
+    def called(*args: Any) -> Any:
         if torch.overrides.has_torch_function(args):
             return torch.overrides.handle_torch_function(called, args, *args)
         return transposed(*args)
@@ -921,7 +922,7 @@ def test_a_rule_may_return_a_view():
         psgrad.extend.unregister(rule)
 
 
-def _changes_a_constant(p, x):
+def _changes_a_constant(p: Any, x: Any) -> Any:
     scale = torch.ones(3, 3)
     y = F.linear(F.linear(x, p), scale)
     with torch.no_grad():
@@ -929,7 +930,7 @@ def _changes_a_constant(p, x):
     return y.sum()
 
 
-def _changes_an_input(p, x):
+def _changes_an_input(p: Any, x: Any) -> Any:
     h = torch.sin(x)
     y = F.linear(h, p)
     with torch.no_grad():
@@ -939,14 +940,14 @@ def _changes_an_input(p, x):
 
 @pytest.mark.usefixtures("size")
 @pytest.mark.parametrize("fn", [_changes_a_constant, _changes_an_input])
-def test_an_operand_changed_before_the_backward_is_refused_as_torch_does(fn):
+def test_an_operand_changed_before_the_backward_is_refused_as_torch_does(fn: Any) -> None:
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         psgrad.per_sample_grads(fn, torch.randn(3, 4), torch.randn(2, 4))
 
 
 @pytest.mark.usefixtures("size")
 @pytest.mark.parametrize("name", IN_PLACE)
-def test_in_place_ops_on_what_comes_from_parameters(name):
+def test_in_place_ops_on_what_comes_from_parameters(name: Any) -> None:
     w = torch.randn(3, 4)
     before = w.clone()
     psgrad.testing.check(IN_PLACE[name], w, torch.randn(5, 4), rtol=1e-9, atol=1e-9)
@@ -968,7 +969,7 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_in_place_activation_after_a_layer(name):
+def test_in_place_activation_after_a_layer(name: Any) -> None:
     """nn.ReLU(inplace=True) after every kind of layer: exact, and no loop over samples."""
     layer, shape = LAYERS[name]()
     fn, params = psgrad.from_module(nn.Sequential(layer, nn.ReLU(inplace=True)), lambda out, _: torch.sin(out).sum())
@@ -979,7 +980,7 @@ def test_in_place_activation_after_a_layer(name):
 # ---- randomness ---------------------------------------------------------------------------------------
 
 
-def draws(fn, n=32, **options):
+def draws(fn: Any, n: Any = 32, **options: Any) -> Any:
     """Gradients for n equal samples of a function that is linear in p, and its values."""
     torch.manual_seed(5)
     p = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
@@ -987,7 +988,7 @@ def draws(fn, n=32, **options):
     return p, grads, values
 
 
-def _attention_dropout(p, x):
+def _attention_dropout(p: Any, x: Any) -> Any:
     h = torch.tanh(x)  # linear in p, which makes the values
     return F.scaled_dot_product_attention(h, h, F.linear(x, p), dropout_p=0.5).sum()
 
@@ -1013,7 +1014,7 @@ RANDOM = {
 @pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning")
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("name", RANDOM)
-def test_random_draws_are_the_same_in_forward_and_backward(name):
+def test_random_draws_are_the_same_in_forward_and_backward(name: Any) -> None:
     """f is homogeneous of degree one in p, so f(p) = <p, f'(p)>: only if both saw the same draws."""
     p, grads, values = draws(RANDOM[name])
     torch.testing.assert_close(values, (grads * p).sum((1, 2)))
@@ -1023,7 +1024,7 @@ def test_random_draws_are_the_same_in_forward_and_backward(name):
 @pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning")
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("name", RANDOM)
-def test_every_sample_draws_its_own(name):
+def test_every_sample_draws_its_own(name: Any) -> None:
     _, grads, _ = draws(RANDOM[name])
     assert len(grads.flatten(1).unique(dim=0)) >= 4
 
@@ -1032,7 +1033,7 @@ def test_every_sample_draws_its_own(name):
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("name", RANDOM)
 @pytest.mark.parametrize("chunk_size", [None, 5])
-def test_reproducible_under_a_seed(name, chunk_size):
+def test_reproducible_under_a_seed(name: Any, chunk_size: Any) -> None:
     for randomness in ("different", "same"):
         _, first, _ = draws(RANDOM[name], chunk_size=chunk_size, randomness=randomness)
         _, again, _ = draws(RANDOM[name], chunk_size=chunk_size, randomness=randomness)
@@ -1043,7 +1044,7 @@ def test_reproducible_under_a_seed(name, chunk_size):
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("name", RANDOM)
 @pytest.mark.parametrize("chunk_size", [None, 5])
-def test_randomness_same_is_one_draw_for_all(name, chunk_size):
+def test_randomness_same_is_one_draw_for_all(name: Any, chunk_size: Any) -> None:
     p, grads, values = draws(RANDOM[name], randomness="same", chunk_size=chunk_size)
     torch.testing.assert_close(grads, grads[:1].expand_as(grads))
     torch.testing.assert_close(values, (grads * p).sum((1, 2)))
@@ -1054,13 +1055,13 @@ def test_randomness_same_is_one_draw_for_all(name, chunk_size):
 @pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning")
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("name", RANDOM)
-def test_randomness_error_refuses(name):
+def test_randomness_error_refuses(name: Any) -> None:
     with pytest.raises(Exception, match=r"random"):
         draws(RANDOM[name], randomness="error")
 
 
 @pytest.mark.parametrize("randomness", ["different", "same"])
-def test_stochastic_depth_needs_no_loop(randomness):
+def test_stochastic_depth_needs_no_loop(randomness: Any) -> None:
     """Random numbers into a new tensor, as torchvision has it; a loop would warn."""
     fn = lambda p, x: (F.linear(x, p) * torch.empty((1, 1)).bernoulli_(0.5).div_(0.5)).sum() + p.sum()
     _, grads, _ = draws(fn, randomness=randomness)
@@ -1068,7 +1069,7 @@ def test_stochastic_depth_needs_no_loop(randomness):
     assert len(dropped.unique()) == (1 if randomness == "same" else 2)
 
 
-def test_dropout_rows_are_zero_or_doubled():
+def test_dropout_rows_are_zero_or_doubled() -> None:
     """d/dw of sum(dropout(x @ w)): a column is x, doubled, where it was kept, and 0 where not."""
     torch.manual_seed(0)
     x = torch.randn(64, 4)
@@ -1079,7 +1080,7 @@ def test_dropout_rows_are_zero_or_doubled():
     assert len(kept.unique(dim=0)) > 32
 
 
-def test_dropout_of_a_weight_is_drawn_per_sample():
+def test_dropout_of_a_weight_is_drawn_per_sample() -> None:
     """A mask on the weight itself: a random function of parameters alone still differs between samples."""
     torch.manual_seed(0)
     grads = psgrad.per_sample_grads(
@@ -1091,10 +1092,10 @@ def test_dropout_of_a_weight_is_drawn_per_sample():
 
 @pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning")
 @pytest.mark.parametrize("way", ["split", "loop"])
-def test_randomness_when_samples_do_not_run_at_once(way):
+def test_randomness_when_samples_do_not_run_at_once(way: Any) -> None:
     """Where the batch is split, or in the loop: each its own, all one, and reproducible."""
 
-    def fn(p, x):
+    def fn(p: Any, x: Any) -> Any:
         h = F.dropout(F.linear(x, p), 0.5)
         if way == "loop":
             return h[h != 0].sum()
@@ -1103,7 +1104,7 @@ def test_randomness_when_samples_do_not_run_at_once(way):
     x = torch.ones(32, 1, 4)
     x[::2] *= -1
 
-    def grads(**options):
+    def grads(**options: Any) -> Any:
         torch.manual_seed(1)
         return psgrad.per_sample_grads(fn, torch.ones(8, 4), x, **options)
 
@@ -1116,7 +1117,7 @@ def test_randomness_when_samples_do_not_run_at_once(way):
 
 @pytest.mark.parametrize("randomness", ["different", "same"])
 @pytest.mark.parametrize("chunk_size", [None, 2])
-def test_the_generator_moves_on(randomness, chunk_size):
+def test_the_generator_moves_on(randomness: Any, chunk_size: Any) -> None:
     """Chunks may share a draw; the next call never draws it again."""
     torch.manual_seed(0)
     draw = lambda: psgrad.per_sample_grads(
@@ -1129,7 +1130,7 @@ def test_the_generator_moves_on(randomness, chunk_size):
     assert not torch.equal(draw(), draw())
 
 
-def test_one_draw_is_shared_by_chunks_and_by_the_loop():
+def test_one_draw_is_shared_by_chunks_and_by_the_loop() -> None:
     for shape in ({}, {"chunk_size": 2}):
         torch.manual_seed(0)
         fn = lambda w, x: F.dropout(x @ w).sum()
@@ -1137,7 +1138,7 @@ def test_one_draw_is_shared_by_chunks_and_by_the_loop():
         assert torch.equal(grads, grads[:1].expand_as(grads))
 
 
-def test_fn_without_randomness_draws_nothing():
+def test_fn_without_randomness_draws_nothing() -> None:
     _, fn, params, batch = problem()
     torch.manual_seed(0)
     before = torch.get_rng_state()
@@ -1146,7 +1147,7 @@ def test_fn_without_randomness_draws_nothing():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_explain_draws_nothing():
+def test_explain_draws_nothing() -> None:
     torch.manual_seed(0)
     before = torch.get_rng_state()
     psgrad.explain(lambda w, x: F.dropout(x @ w).sum(), torch.ones(4, 8), torch.ones(5, 4))
@@ -1154,8 +1155,8 @@ def test_explain_draws_nothing():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_the_message_of_a_refused_draw():
-    def fn(p, x):
+def test_the_message_of_a_refused_draw() -> None:
+    def fn(p: Any, x: Any) -> Any:
         return F.dropout(F.linear(x, p)).sum()
 
     place = f"test_robustness.py:{fn.__code__.co_firstlineno + 1} in {fn.__qualname__}"
@@ -1166,24 +1167,24 @@ def test_the_message_of_a_refused_draw():
 # ---- a second run, with other settings ---------------------------------------------------------------------
 
 
-def _through_a_buffer(p, x):
+def _through_a_buffer(p: Any, x: Any) -> Any:
     h = F.dropout(x * p["scale"], 0.5)
     buffer = torch.zeros(3)
     buffer[:2] = F.linear(h, p["weight"])  # samples, into a tensor that has none
     return (buffer * (p["weight"] * 2).mul_(3).sum()).sum()  # and a function of parameters, changed in place
 
 
-def _of_two_runs():
+def _of_two_runs() -> Any:
     return {"weight": torch.randn(2, 4), "scale": torch.randn(4)}, torch.randn(1, 4).expand(6, 4)
 
 
 @pytest.mark.parametrize("randomness", ["different", "same"])
 @pytest.mark.parametrize("chunk_size", [None, 4])
-def test_draws_when_fn_runs_once_more(randomness, chunk_size):
+def test_draws_when_fn_runs_once_more(randomness: Any, chunk_size: Any) -> None:
     """Reproducible under a seed; with "same", one draw for all samples and all chunks."""
     params, x = _of_two_runs()
 
-    def grads(size):
+    def grads(size: Any) -> Any:
         torch.manual_seed(2)
         return psgrad.per_sample_grads(_through_a_buffer, params, x, randomness=randomness, chunk_size=size)["weight"]
 
@@ -1195,7 +1196,7 @@ def test_draws_when_fn_runs_once_more(randomness, chunk_size):
         torch.testing.assert_close(first, grads(None))
 
 
-def test_explain_and_max_bytes_when_fn_runs_once_more():
+def test_explain_and_max_bytes_when_fn_runs_once_more() -> None:
     params, x = _of_two_runs()
     report = psgrad.explain(_through_a_buffer, params, x)
     assert {(row.param, row.how.split(":")[0]) for row in report.rows} == {
@@ -1212,10 +1213,10 @@ def test_explain_and_max_bytes_when_fn_runs_once_more():
 
 
 @pytest.mark.parametrize("of", ["parameter", "sample"])
-def test_a_pullback_inside_fn(of):
+def test_a_pullback_inside_fn(of: Any) -> None:
     """The pullback is called when the transform that made it has ended."""
 
-    def fn(p, x):
+    def fn(p: Any, x: Any) -> Any:
         if of == "parameter":
             _, pull = torch.func.vjp(lambda w: torch.tanh(x @ w), p["w"])
         else:
@@ -1230,8 +1231,8 @@ def test_a_pullback_inside_fn(of):
 
 
 @pytest.mark.parametrize("asks", [lambda h: h.grad_fn is not None, lambda h: not h.is_leaf])
-def test_fn_may_look_at_the_graph(asks):
-    def fn(p, x):
+def test_fn_may_look_at_the_graph(asks: Any) -> None:
+    def fn(p: Any, x: Any) -> Any:
         h = x @ p["w"]
         return h.pow(2).sum() * (1 if asks(h) else 2)
 

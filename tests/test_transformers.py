@@ -250,7 +250,7 @@ CASES = [
 ]
 
 
-def _made(architecture):
+def _made(architecture: Any) -> Any:
     model = getattr(transformers, architecture.model)(
         getattr(transformers, architecture.config)(**architecture.options)
     )
@@ -261,7 +261,7 @@ def _made(architecture):
     return model.double().eval()
 
 
-def _inputs(architecture, mask):
+def _inputs(architecture: Any, mask: Any) -> Any:
     if architecture.inputs == "images":
         return {"pixel_values": torch.randn(SAMPLES, 3, 16, 16, dtype=torch.float64)}
     if architecture.inputs == "sound":
@@ -275,15 +275,15 @@ def _inputs(architecture, mask):
     return inputs | ({"decoder_input_ids": tokens[:, :5]} if architecture.inputs == "text to text" else {})
 
 
-def _output(output):
+def _output(output: Any) -> Any:
     return output["logits"] if "logits" in output else output["last_hidden_state"]
 
 
-def _loss(output, target):
+def _loss(output: Any, target: Any) -> Any:
     return (torch.sin(_output(output)) * target).sum()
 
 
-def _by_hand(model, inputs, target):
+def _by_hand(model: Any, inputs: Any, target: Any) -> Any:
     """One ordinary backward pass of the module itself per sample."""
     rows, params = [], {name: p for name, p in model.named_parameters() if p.requires_grad}
     for i in range(SAMPLES):
@@ -294,7 +294,7 @@ def _by_hand(model, inputs, target):
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch, of ops it has no batching rule for
 @pytest.mark.parametrize(("name", "mask"), CASES)
-def test_exact(name, mask):
+def test_exact(name: Any, mask: Any) -> None:
     """Equal to the module's own gradients; a loop over samples only where the table says so, and why."""
     architecture = ARCHITECTURES[name]
     model, inputs = _made(architecture), _inputs(architecture, mask)
@@ -313,7 +313,7 @@ def test_exact(name, mask):
 
 
 @pytest.mark.parametrize("name", ["GPT-2", "Llama", "BERT"])
-def test_rules_handle_every_layer(name):
+def test_rules_handle_every_layer(name: Any) -> None:
     """Weights of linear layers, embeddings and layer norms go through a rule, none through plain vmap."""
     architecture = ARCHITECTURES[name]
     model, inputs = _made(architecture), _inputs(architecture, "ones")
@@ -331,14 +331,14 @@ def test_rules_handle_every_layer(name):
 
 
 @pytest.mark.parametrize("name", ["GPT-2", "BERT"])
-def test_training_mode(name):
+def test_training_mode(name: Any) -> None:
     """With dropout: every sample its own masks, reproducible under a seed, no fallback."""
     architecture = ARCHITECTURES[name]
     model, inputs = _made(architecture).train(), _inputs(architecture, "padding")
     inputs = {k: t[:1].expand_as(t) for k, t in inputs.items()}  # the same sample, three times
     fn, params = psgrad.from_module(model, lambda output, _: _output(output).square().sum())
 
-    def grads():
+    def grads() -> Any:
         torch.manual_seed(1)
         return psgrad.per_sample_grads(fn, params, (inputs, torch.zeros(SAMPLES)))
 
@@ -349,7 +349,7 @@ def test_training_mode(name):
     assert not torch.equal(first[weight][1], first[weight][2])
 
 
-def test_token_level_loss_with_ignored_positions():
+def test_token_level_loss_with_ignored_positions() -> None:
     """A language model's own loss: shifted labels, -100 where the padding is."""
     architecture = ARCHITECTURES["GPT-2"]
     model, inputs = _made(architecture), _inputs(architecture, "padding")
@@ -364,14 +364,14 @@ def test_token_level_loss_with_ignored_positions():
 
 
 @pytest.mark.parametrize("name", ["GPT-2", "BERT", "Llama", "T5", "ViT"])
-def test_gradient_checkpointing(name):
+def test_gradient_checkpointing(name: Any) -> None:
     """The package's own switch: same masks, same gradients, no loop, less saved."""
     architecture = ARCHITECTURES[name]
     model, inputs = _made(architecture).train(), _inputs(architecture, "padding")
     fn, params = psgrad.from_module(model, lambda output, _: _output(output).square().sum())
     params = {k: p * 1.1 for k, p in params.items()}  # not what the model holds when it recomputes
 
-    def grads_and_saved():
+    def grads_and_saved() -> Any:
         saved = []
         torch.manual_seed(1)
         with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.nbytes) or t, lambda t: t):
@@ -383,14 +383,14 @@ def test_gradient_checkpointing(name):
     assert less < 0.5 * everything
 
 
-def test_gradient_checkpointing_with_frozen_layers():
+def test_gradient_checkpointing_with_frozen_layers() -> None:
     """Fine-tuning the last block: what is frozen costs nothing, checkpoints or not."""
     architecture = ARCHITECTURES["GPT-2"]
     model, inputs = _made(architecture), _inputs(architecture, "padding")
     model.requires_grad_(False).transformer.h[1].requires_grad_(True)
     fn, params = psgrad.from_module(model.train(), lambda output, _: _output(output).square().sum())
 
-    def grads():
+    def grads() -> Any:
         torch.manual_seed(1)
         return psgrad.per_sample_grads(fn, params, (inputs, torch.zeros(SAMPLES)))
 

@@ -1,6 +1,7 @@
 """A loss that depends on no parameter: zeros, and one warning per call that says so."""
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ LOSSES = {
 PARAMS = {"w": torch.randn(3, 4), "v": torch.randn(4)}
 
 
-def unused(call):
+def unused(call: Any) -> Any:
     """How many warnings of unused parameters a call gives; no other is allowed."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("error")
@@ -45,7 +46,7 @@ def unused(call):
 
 @pytest.mark.parametrize("options", [{}, {"chunk_size": 2}, {"max_bytes": 100_000}], ids=str)
 @pytest.mark.parametrize("name", CALLS)
-def test_every_quantity_warns_once(name, options):
+def test_every_quantity_warns_once(name: Any, options: Any) -> None:
     (caught,) = unused(lambda: CALLS[name](LOSSES["the sample alone"], PARAMS, torch.randn(5, 4), **options))
     assert str(caught.message) == (
         "the loss depends on no parameter, so every gradient is zero\n"
@@ -55,26 +56,26 @@ def test_every_quantity_warns_once(name, options):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_every_way_to_lose_the_parameters(name):
+def test_every_way_to_lose_the_parameters(name: Any) -> None:
     grads = []
     assert len(unused(lambda: grads.append(psgrad.per_sample_grads(LOSSES[name], PARAMS, torch.randn(5, 4))))) == 1
     assert not any(g.any() for g in grads[0].values())
 
 
 @pytest.mark.parametrize("surroundings", [torch.no_grad, torch.inference_mode])
-def test_surroundings_that_switch_gradients_off(surroundings):
+def test_surroundings_that_switch_gradients_off(surroundings: Any) -> None:
     with surroundings():
         assert len(unused(lambda: psgrad.per_sample_grads(LOSSES["detached"], PARAMS, torch.randn(5, 4)))) == 1
         assert not unused(lambda: psgrad.per_sample_grads(lambda p, x: (x * p["v"]).sum(), PARAMS, torch.randn(5, 4)))
 
 
 @pytest.mark.parametrize("chunk_size", [None, 2])
-def test_a_loop_over_samples(chunk_size):
+def test_a_loop_over_samples(chunk_size: Any) -> None:
     """There it is what fn closes over that makes the loss require a gradient."""
     other = torch.randn(4, requires_grad=True)
 
-    def calling(weight):
-        def fn(p, x):
+    def calling(weight: Any) -> Any:
+        def fn(p: Any, x: Any) -> Any:
             return (x * weight(p)).sum() * float(x.numpy().max())
 
         with warnings.catch_warnings(record=True) as caught:
@@ -91,7 +92,7 @@ def test_a_loop_over_samples(chunk_size):
 
 @pytest.mark.parametrize("options", [{}, {"chunk_size": 1}, {"chunk_size": 2}], ids=str)
 @pytest.mark.parametrize("name", CALLS)
-def test_one_sample_that_uses_one_parameter_is_enough(name, options):
+def test_one_sample_that_uses_one_parameter_is_enough(name: Any, options: Any) -> None:
     """Whatever chunk it is in; the others take a branch without parameters."""
     x = -torch.rand(5, 4)
     x[3] = 1.0
@@ -100,7 +101,7 @@ def test_one_sample_that_uses_one_parameter_is_enough(name, options):
 
 
 @pytest.mark.parametrize("small", [True, False])
-def test_gradients_that_are_zero_are_gradients(small, monkeypatch):
+def test_gradients_that_are_zero_are_gradients(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psgrad.factors.costs.SMALL", psgrad.factors.costs.SMALL if small else -1)
     for fn in (
         lambda p, x: F.linear(x, p["w"]).sum() * 0,
@@ -113,7 +114,7 @@ def test_gradients_that_are_zero_are_gradients(small, monkeypatch):
             assert not unused(lambda call=call, fn=fn: call(fn, PARAMS, torch.randn(5, 4)))
 
 
-def test_no_samples():
+def test_no_samples() -> None:
     fn, x = LOSSES["the sample alone"], torch.randn(5, 4)
     for name, call in CALLS.items():
         if name != "weighted_grad":
@@ -123,7 +124,7 @@ def test_no_samples():
     assert not unused(lambda: psgrad.clipped_grad(fn, PARAMS, x, 1.0, valid=none))
 
 
-def test_explain_says_it_without_a_warning():
+def test_explain_says_it_without_a_warning() -> None:
     reports = []
     assert not unused(lambda: reports.append(psgrad.explain(LOSSES["detached"], PARAMS, torch.randn(5, 4))))
     assert reports[0].unused == ("params['v']", "params['w']")

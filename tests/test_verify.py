@@ -6,18 +6,19 @@ import re
 import sys
 import threading
 import warnings
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import psgrad
 from psgrad.extend import Outer
 from psgrad.registry.rule import RULES
 
 
-def net():
+def net() -> Any:
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
     fn, params = psgrad.from_module(model, F.cross_entropy)
     return fn, params, (torch.randn(5, 4), torch.randint(3, (5,)))
@@ -26,31 +27,31 @@ def net():
 class Tampered:
     """Inside, F.linear has a rule that is wrong on purpose."""
 
-    def __init__(self, output=1.0, weight=1.0):
+    def __init__(self, output: Any = 1.0, weight: Any = 1.0) -> None:
         self.own, self.output, self.weight = RULES[F.linear], output, weight
 
-    def forward(self, options, x, *params):
+    def forward(self, options: Any, x: Tensor, *params: Any) -> Tensor:
         y, saved = self.own.forward(options, x, *params)
         return y * self.output, saved
 
-    def backward(self, *args):
+    def backward(self, *args: Any) -> Any:
         gx, (weight, *others) = self.own.backward(*args)
         return gx, [None if weight is None else Outer(weight.x, weight.g * self.weight), *others]
 
-    def __enter__(self):
+    def __enter__(self) -> None:
         rule = dataclasses.replace(
             self.own, functions=(F.linear,), forward=self.forward, backward=self.backward, native=False
         )
         psgrad.extend.register(rule)
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: Any) -> None:
         RULES[F.linear] = self.own
 
 
 # ---- where psgrad is right ----------------------------------------------------------------------------
 
 
-def test_report():
+def test_report() -> None:
     report = psgrad.verify(*net())
     assert (report.samples, report.of, report.against) == (3, 5, "the module itself")
     assert [c.quantity for c in report.comparisons] == [
@@ -65,7 +66,7 @@ def test_report():
     assert (report.unused, report.small, report.nonfinite, report.draws) == ((), (), (), "")
 
 
-def test_report_prints_as_a_few_lines():
+def test_report_prints_as_a_few_lines() -> None:
     report = psgrad.verify(*net())
     off = r"equal|off by \d\.\de-\d\d at most, \d\.\de-\d\d of the largest"
     lines = [
@@ -83,7 +84,7 @@ def test_report_prints_as_a_few_lines():
 
 
 @pytest.mark.parametrize(("samples", "compared", "chunked"), [(1, 1, []), (2, 2, [1]), (4, 4, [2]), (9, 5, [2])])
-def test_number_of_samples(samples, compared, chunked):
+def test_number_of_samples(samples: Any, compared: Any, chunked: Any) -> None:
     report = psgrad.verify(*net(), samples=samples)
     assert report.samples == compared
     sizes = [c.quantity for c in report.comparisons if "chunk_size" in c.quantity]
@@ -91,8 +92,8 @@ def test_number_of_samples(samples, compared, chunked):
     assert psgrad.verify(*net(), samples=None).samples == 5
 
 
-def test_a_function_of_ones_own():
-    def fn(p, s):
+def test_a_function_of_ones_own() -> None:
+    def fn(p: Any, s: Any) -> Any:
         x, shift = s
         return ((x @ p["w"] + shift).tanh() @ p["v"]).square()
 
@@ -102,13 +103,13 @@ def test_a_function_of_ones_own():
     assert report.how == "2 of 2 uses of parameters by rules"
 
 
-def test_uses_without_a_rule():
+def test_uses_without_a_rule() -> None:
     fn = lambda p, x: torch.maximum(F.linear(x, p["w"]), p["b"]).sum()
     report = psgrad.verify(fn, {"w": torch.randn(3, 4), "b": torch.randn(3)}, torch.randn(5, 4))
     assert report.how == "1 of 2 uses of parameters by rules, the others by vmap"
 
 
-def test_a_branch_on_values():
+def test_a_branch_on_values() -> None:
     """The uses of both sides count."""
     fn = lambda p, x: F.linear(x, p["w"]).sum() if x[0] > 0 else F.linear(x, p["v"]).square().sum()
     x = torch.randn(4, 4)
@@ -118,7 +119,7 @@ def test_a_branch_on_values():
     assert report.unused == ()
 
 
-def test_a_loop_over_samples():
+def test_a_loop_over_samples() -> None:
     fn = lambda p, x: F.linear(x, p["w"]).sum() * float(x.numpy().max())
     with pytest.warns(psgrad.FallbackWarning):
         report = psgrad.verify(fn, {"w": torch.randn(3, 4)}, torch.randn(5, 4))
@@ -126,7 +127,7 @@ def test_a_loop_over_samples():
     assert report.how == f"samples run in a loop, one by one: vmap refuses at {place}"
 
 
-def test_aux():
+def test_aux() -> None:
     fn, params, batch = net()
     with_aux = lambda p, s: (fn(p, s), {"twice": s[0] * 2, "label": s[1]})
     report = psgrad.verify(with_aux, params, batch, has_aux=True)
@@ -136,13 +137,13 @@ def test_aux():
         psgrad.verify(lying, params, batch, has_aux=True)
 
 
-def test_parameters_that_nothing_uses():
+def test_parameters_that_nothing_uses() -> None:
     class Idle(nn.Module):
-        def __init__(self):
+        def __init__(self) -> None:
             super().__init__()
             self.layer, self.idle = nn.Linear(4, 3), nn.Parameter(torch.ones(2))
 
-        def forward(self, x):
+        def forward(self, x: Tensor) -> Tensor:
             return self.layer(x)
 
     report = psgrad.verify(*psgrad.from_module(Idle(), F.cross_entropy), net()[2])
@@ -150,7 +151,7 @@ def test_parameters_that_nothing_uses():
     assert "no gradient reaches, zeros on both sides: params['idle']" in str(report).splitlines()
 
 
-def test_a_loss_of_no_parameter():
+def test_a_loss_of_no_parameter() -> None:
     _, params, batch = net()
     with pytest.warns(psgrad.UnusedParametersWarning):
         report = psgrad.verify(lambda p, s: s[0].sum(), params, batch)
@@ -158,7 +159,7 @@ def test_a_loss_of_no_parameter():
     assert len(report.unused) == 4
 
 
-def test_gradients_too_small_to_tell():
+def test_gradients_too_small_to_tell() -> None:
     """A bias in front of a normalisation: what is there is rounding, and is said to be."""
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.InstanceNorm2d(4, affine=True), nn.Flatten(), nn.Linear(144, 3))
     batch = torch.randn(4, 1, 8, 8), torch.randint(3, (4,))
@@ -167,7 +168,7 @@ def test_gradients_too_small_to_tell():
     assert "gradients too small beside the others to tell: params['0.bias']" in str(report).splitlines()
 
 
-def test_gradients_that_are_not_finite():
+def test_gradients_that_are_not_finite() -> None:
     fn, params, (x, y) = net()
     x[1, 0] = torch.nan
     report = psgrad.verify(fn, params, (x, y))
@@ -178,7 +179,7 @@ def test_gradients_that_are_not_finite():
 @pytest.mark.parametrize(
     ("dtype", "allowed"), [(torch.float64, 1e-7), (torch.float32, 1e-3), (torch.float16, 0.1), (torch.bfloat16, 0.2)]
 )
-def test_dtypes(dtype, allowed):
+def test_dtypes(dtype: Any, allowed: Any) -> None:
     """Rounding passes; an error of twice the tolerance does not."""
     model = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.LayerNorm(30), nn.Linear(30, 3)).to(dtype)
     fn, params = psgrad.from_module(model, F.cross_entropy)
@@ -188,7 +189,7 @@ def test_dtypes(dtype, allowed):
         psgrad.verify(fn, params, batch)
 
 
-def test_autocast():
+def test_autocast() -> None:
     """The parameters are of float32, and half of the computation is not."""
     fn, params, batch = net()
     with torch.autocast("cpu", torch.bfloat16):
@@ -202,7 +203,7 @@ def test_autocast():
             psgrad.verify(fn, params, batch)
 
 
-def test_tolerances():
+def test_tolerances() -> None:
     fn, params, batch = net()
     with Tampered(weight=1.01):
         psgrad.verify(fn, params, batch, rtol=0.1)
@@ -216,7 +217,7 @@ def test_tolerances():
 # ---- where it is wrong --------------------------------------------------------------------------------
 
 
-def test_a_wrong_factor():
+def test_a_wrong_factor() -> None:
     fn, params, batch = net()
     with Tampered(weight=2.0), pytest.raises(psgrad.VerificationError) as raised:
         psgrad.verify(fn, params, batch)
@@ -233,7 +234,7 @@ def test_a_wrong_factor():
     assert isinstance(raised.value, (psgrad.PsgradError, AssertionError))
 
 
-def test_a_wrong_output():
+def test_a_wrong_output() -> None:
     fn, params, batch = net()
     with Tampered(output=1.1), pytest.raises(psgrad.VerificationError) as raised:
         psgrad.verify(fn, params, batch)
@@ -244,7 +245,7 @@ def test_a_wrong_output():
     )
 
 
-def test_wrong_norms_name_the_parameter(monkeypatch):
+def test_wrong_norms_name_the_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients right, norms wrong: each quantity has ways of its own."""
     fn, params, batch = net()
     monkeypatch.setattr("psgrad.factors.base.wide_norms", lambda grads: torch.ones(len(grads), dtype=grads.dtype))
@@ -252,7 +253,7 @@ def test_wrong_norms_name_the_parameter(monkeypatch):
         psgrad.verify(fn, params, batch)
 
 
-def test_wrong_sums_name_the_parameter(monkeypatch):
+def test_wrong_sums_name_the_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
     fn, params, batch = net()
     monkeypatch.setattr("psgrad.verification.clipped_grad", lambda *a, **k: psgrad.clipped_grad(*a[:3], 1e-3, **k))
     with pytest.raises(psgrad.VerificationError, match=r"^the clipped sum of params\['\d\.\w+'\] differ") as raised:
@@ -263,17 +264,17 @@ def test_wrong_sums_name_the_parameter(monkeypatch):
 class Hidden(nn.Module):
     """A parameter that is found in a dict, where nobody can put another in its place."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.weight, self.bias = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.zeros(3))
         self.hidden = {"w": self.weight}
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.hidden["w"], self.bias)
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0])
-def test_a_hidden_parameter(scale):
+def test_a_hidden_parameter(scale: Any) -> None:
     """Told by psgrad itself or by verify; also for values that the module does not hold."""
     fn, params = psgrad.from_module(Hidden(), F.cross_entropy)
     params = {name: p * scale for name, p in params.items()} if scale != 1 else params
@@ -285,13 +286,13 @@ class Rerun(torch.autograd.Function):
     """Runs a module without a graph, and again in the backward, as memory-saving layers do."""
 
     @staticmethod
-    def forward(ctx, x, module):
+    def forward(ctx: Any, x: Tensor, module: Any) -> Any:
         ctx.module = module
         ctx.save_for_backward(x)
         return module(x)
 
     @staticmethod
-    def backward(ctx, g):
+    def backward(ctx: Any, g: Tensor) -> Any:
         (x,) = ctx.saved_tensors
         with torch.enable_grad():
             x = x.detach().requires_grad_()
@@ -301,15 +302,15 @@ class Rerun(torch.autograd.Function):
 
 
 class Reversible(nn.Module):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.first, self.inner = nn.Linear(4, 4), nn.Linear(4, 3)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         return Rerun.apply(self.first(x), self.inner)
 
 
-def test_a_function_that_runs_the_module_in_its_backward():
+def test_a_function_that_runs_the_module_in_its_backward() -> None:
     """Both loops count what the inner backward adds to .grad, and put the user's .grad back."""
     model = Reversible()
     fn, params = psgrad.from_module(model, F.cross_entropy)
@@ -323,7 +324,7 @@ def test_a_function_that_runs_the_module_in_its_backward():
 
 
 @pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning")
-def test_a_function_that_is_none():
+def test_a_function_that_is_none() -> None:
     fn, params, batch = net()
     generator = torch.Generator().manual_seed(0)
     with pytest.raises(psgrad.VerificationError) as raised:
@@ -339,14 +340,14 @@ def test_a_function_that_is_none():
 # ---- random numbers -----------------------------------------------------------------------------------
 
 
-def dropping():
+def dropping() -> Any:
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3), nn.Dropout(0.1))
     fn, params = psgrad.from_module(model, F.cross_entropy)
     return fn, params, net()[2]
 
 
 @pytest.mark.parametrize("randomness", ["different", "same"])
-def test_dropout_number_by_number(randomness):
+def test_dropout_number_by_number(randomness: Any) -> None:
     fn, params, batch = dropping()
     report = psgrad.verify(fn, params, batch, randomness=randomness)
     assert re.fullmatch(
@@ -359,13 +360,13 @@ def test_dropout_number_by_number(randomness):
         psgrad.verify(fn, params, batch, randomness=randomness)
 
 
-def test_drawing_that_is_refused():
+def test_drawing_that_is_refused() -> None:
     with pytest.raises(psgrad.ArgumentError, match='which randomness="error" refuses'):
         psgrad.verify(*dropping(), randomness="error")
     assert psgrad.verify(*net(), randomness="error").draws == ""
 
 
-def test_numbers_of_python():
+def test_numbers_of_python() -> None:
     """Psgrad draws them once for all samples, so all samples of the loop get the same; chunks would not."""
     fn, params, batch = net()
     before = random.getstate()
@@ -378,7 +379,7 @@ def test_numbers_of_python():
     assert random.getstate() == before
 
 
-def test_numbers_of_python_in_a_loop():
+def test_numbers_of_python_in_a_loop() -> None:
     fn, params, batch = net()
     with pytest.warns(psgrad.FallbackWarning), pytest.raises(psgrad.VerificationError) as raised:
         psgrad.verify(lambda p, s: fn(p, s) * random.random() * float(s[0].numpy().max()), params, batch)
@@ -389,11 +390,11 @@ def test_numbers_of_python_in_a_loop():
     )
 
 
-def test_torch_that_draws_otherwise_under_vmap(monkeypatch):
+def test_torch_that_draws_otherwise_under_vmap(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the fused dropout of a GPU does: not psgrad's fault, and not to be called one."""
     fn, params, batch = net()
 
-    def other(p, s):
+    def other(p: Any, s: Any) -> Any:
         batched = torch._C._functorch.is_batchedtensor(s[0])
         noise = torch.rand(2)[1 if batched else 0]
         return fn(p, s) * noise
@@ -411,7 +412,7 @@ def test_torch_that_draws_otherwise_under_vmap(monkeypatch):
 # ---- arguments, and what is left behind ---------------------------------------------------------------
 
 
-def test_no_samples():
+def test_no_samples() -> None:
     fn, params, (x, y) = net()
     with pytest.raises(psgrad.ArgumentError) as raised:
         psgrad.verify(fn, params, (x[:0], y[:0]))
@@ -420,7 +421,7 @@ def test_no_samples():
         psgrad.verify(fn, params, (x, y), samples=0)
 
 
-def test_params_that_are_not_the_modules():
+def test_params_that_are_not_the_modules() -> None:
     """Other values are put into the module itself; other dtypes and names are left to fn."""
     fn, params, (x, y) = net()
     model = fn.psgrad_module[0]
@@ -438,20 +439,20 @@ def test_params_that_are_not_the_modules():
         psgrad.verify(fn, {"other": torch.ones(2)}, (x, y))
 
 
-def test_parameters_that_have_been_frozen_since():
+def test_parameters_that_have_been_frozen_since() -> None:
     fn, params, batch = net()
     model = fn.psgrad_module[0].requires_grad_(False)
     assert psgrad.verify(fn, params, batch).unused == ()
     assert not any(p.requires_grad for p in model.parameters())
 
 
-def test_inputs_of_every_kind():
+def test_inputs_of_every_kind() -> None:
     class Two(nn.Module):
-        def __init__(self):
+        def __init__(self) -> None:
             super().__init__()
             self.layer = nn.Linear(4, 3)
 
-        def forward(self, a, b):
+        def forward(self, a: Any, b: Any) -> Tensor:
             return self.layer(a * b)
 
     fn, params = psgrad.from_module(Two(), F.cross_entropy)
@@ -460,13 +461,13 @@ def test_inputs_of_every_kind():
         assert psgrad.verify(fn, params, (inputs, y)).against == "the module itself"
 
 
-def test_attributes_of_modules_are_left_alone():
+def test_attributes_of_modules_are_left_alone() -> None:
     """What a plain call sets on modules does not stay, and the next sample does not see it."""
 
     class Counting(nn.Linear):
         calls = 0
 
-        def forward(self, x):
+        def forward(self, x: Tensor) -> Tensor:
             if not torch._C._functorch.is_batchedtensor(x):  # psgrad's own runs are not the matter here
                 assert self.calls == 0
                 self.calls, self.last = self.calls + 1, x
@@ -479,7 +480,7 @@ def test_attributes_of_modules_are_left_alone():
 
 
 @pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_nothing_is_left_behind(around):
+def test_nothing_is_left_behind(around: Any) -> None:
     """Buffers, .grad, generators; batch norm and spectral norm write their buffers when training."""
     conv = nn.utils.spectral_norm(nn.Conv2d(1, 4, 3))
     model = nn.Sequential(conv, nn.BatchNorm2d(4), nn.Dropout(0.2), nn.Flatten(), nn.Linear(144, 3))
@@ -500,14 +501,14 @@ def test_nothing_is_left_behind(around):
         assert torch.equal(t, state[k][2])
 
 
-def test_the_batch_is_not_changed():
+def test_the_batch_is_not_changed() -> None:
     fn, params, (x, y) = net()
     before = x.clone()
     psgrad.verify(lambda p, s: fn(p, (s[0].mul_(2), s[1])), params, (x, y))
     assert torch.equal(x, before)
 
 
-def test_what_psgrad_refuses_is_not_run():
+def test_what_psgrad_refuses_is_not_run() -> None:
     """An embedding that renormalises would change the module's weight in a plain call."""
     model = nn.Sequential(nn.Embedding(5, 3, max_norm=0.1))
     fn, params = psgrad.from_module(model, lambda y, _: y.sum())
@@ -517,18 +518,18 @@ def test_what_psgrad_refuses_is_not_run():
     assert torch.equal(model[0].weight, before)
 
 
-def test_inside_a_transform():
+def test_inside_a_transform() -> None:
     fn, params, batch = net()
     with pytest.raises(psgrad.ArgumentError, match=r"verify is called inside a torch\.func transform"):
         torch.func.grad(lambda p: psgrad.verify(fn, p, batch))(params)
 
 
-def test_two_threads():
+def test_two_threads() -> None:
     """Each puts values of its own into one module."""
     fn, params, batch = net()
     reports = []
 
-    def run(scale):
+    def run(scale: Any) -> None:
         for _ in range(3):
             reports.append(psgrad.verify(fn, {name: p * scale for name, p in params.items()}, batch))
 
@@ -548,7 +549,7 @@ def test_two_threads():
 # ---- models of others ---------------------------------------------------------------------------------
 
 
-def test_a_language_model():
+def test_a_language_model() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
         vocab_size=37, n_positions=16, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0
@@ -565,7 +566,7 @@ def test_a_language_model():
     assert "params['transformer.wte.weight']: F.linear at modeling_gpt2.py:" in str(raised.value)
 
 
-def test_a_vision_model():
+def test_a_vision_model() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.ConvNextConfig(hidden_sizes=[4, 8], depths=[1, 1], num_stages=2, patch_size=2)
     model = transformers.ConvNextModel(config)

@@ -96,7 +96,7 @@ def _with_image(image_tokens: int) -> dict[str, Tensor]:
 
 
 @model("LLaVA", "transformers")
-def llava():
+def llava() -> Any:
     import transformers
 
     eyes = transformers.CLIPVisionConfig(**_EYES, projection_dim=16)
@@ -113,7 +113,7 @@ def llava():
 
 
 @model("PaliGemma", "transformers")
-def pali_gemma():
+def pali_gemma() -> Any:
     import transformers
 
     eyes = transformers.SiglipVisionConfig(**_EYES, vision_use_head=False)
@@ -132,37 +132,37 @@ def pali_gemma():
 
 
 @model("RecurrentGemma", "transformers")
-def recurrent_gemma():
+def recurrent_gemma() -> Any:
     options = {k: v for k, v in _TEXT.items() if k != "max_position_embeddings"}
     options |= {"lru_width": 16, "attention_window_size": 4, "conv1d_width": 2, "num_hidden_layers": 3, "head_dim": 4}
     return _made("RecurrentGemmaForCausalLM", "RecurrentGemmaConfig", **options), {"input_ids": tokens()}
 
 
 @model("Bloom", "transformers")
-def bloom():
+def bloom() -> Any:
     options = {"vocab_size": VOCABULARY, "hidden_size": 16, "n_layer": 2, "n_head": 2}
     return _made("BloomForCausalLM", "BloomConfig", **options), {"input_ids": tokens()}
 
 
 @model("Longformer", "transformers")
-def longformer():
+def longformer() -> Any:
     made = _made("LongformerModel", "LongformerConfig", **_BERT | {"attention_window": 4, "pad_token_id": 1})
     return made, {"input_ids": tokens(), "attention_mask": torch.ones(N, 8, dtype=torch.long)}
 
 
 @model("BigBird", "transformers")
-def big_bird():
+def big_bird() -> Any:
     return _made("BigBirdModel", "BigBirdConfig", **_BERT), {"input_ids": tokens()}
 
 
 @model("CLIP", "transformers")
-def clip():
+def clip() -> Any:
     made = _made("CLIPModel", "CLIPConfig", text_config=_BERT, vision_config=_EYES, projection_dim=8)
     return made, {"input_ids": tokens(), "pixel_values": real(3, 8, 8)}
 
 
 @model("DeepSeek V3", "transformers")
-def deepseek():
+def deepseek() -> Any:
     options = _TEXT | {
         "num_key_value_heads": 4,
         "n_routed_experts": 4,
@@ -182,7 +182,7 @@ def deepseek():
 
 
 @model("Perceiver", "transformers")
-def perceiver():
+def perceiver() -> Any:
     options = {
         "num_latents": 4,
         "d_latents": 8,
@@ -200,14 +200,14 @@ def perceiver():
 
 
 @model("PatchTST", "transformers")
-def patch_tst():
+def patch_tst() -> Any:
     options = {"num_input_channels": 2, "context_length": 16, "patch_length": 4, "patch_stride": 4, "d_model": 8}
     options |= {"num_attention_heads": 2, "ffn_dim": 16, "num_hidden_layers": 1, "norm_type": "layernorm"}
     return _made("PatchTSTModel", "PatchTSTConfig", **options), {"past_values": real(16, 2)}
 
 
 @model("VITS", "transformers")
-def vits():
+def vits() -> Any:
     """Speech; its noise is turned down to nothing, as a plain loop would draw another."""
     options = {
         "vocab_size": VOCABULARY,
@@ -237,7 +237,7 @@ def vits():
 
 
 @model("UNet2D", "diffusers")
-def unet_2d():
+def unet_2d() -> Any:
     from diffusers import UNet2DModel
 
     made = UNet2DModel(
@@ -255,7 +255,7 @@ def unet_2d():
 
 
 @model("UNet2D, text", "diffusers")
-def unet_2d_text():
+def unet_2d_text() -> Any:
     from diffusers import UNet2DConditionModel
 
     made = UNet2DConditionModel(
@@ -274,7 +274,7 @@ def unet_2d_text():
 
 
 @model("DiT", "diffusers")
-def dit():
+def dit() -> Any:
     from diffusers import DiTTransformer2DModel
 
     made = DiTTransformer2DModel(
@@ -296,7 +296,7 @@ def dit():
 
 
 @model("AutoencoderKL", "diffusers")
-def autoencoder_kl():
+def autoencoder_kl() -> Any:
     from diffusers import AutoencoderKL
 
     made = AutoencoderKL(
@@ -322,42 +322,42 @@ def _adapted(config: str, **options: Any) -> nn.Module:
 
 
 @model("LoRA", "peft")
-def lora():
+def lora() -> Any:
     return _adapted("LoraConfig", r=2, modules_to_save=["4"]), real(4)
 
 
 @model("DoRA", "peft")
-def dora():
+def dora() -> Any:
     return _adapted("LoraConfig", r=2, use_dora=True), real(4)
 
 
 @model("LoHa", "peft")
-def loha():
+def loha() -> Any:
     return _adapted("LoHaConfig", r=2), real(4)
 
 
 @model("LoKr", "peft")
-def lokr():
+def lokr() -> Any:
     return _adapted("LoKrConfig", r=2), real(4)
 
 
 @model("OFT", "peft")
-def oft():
+def oft() -> Any:
     return _adapted("OFTConfig", r=0, oft_block_size=2), real(4)
 
 
 @model("BOFT", "peft")
-def boft():
+def boft() -> Any:
     return _adapted("BOFTConfig", boft_block_size=2, boft_n_butterfly_factor=1), real(4)
 
 
 @model("IA3", "peft")
-def ia3():
+def ia3() -> Any:
     return _adapted("IA3Config", feedforward_modules=["2"]), real(4)
 
 
 @model("VeRA", "peft")
-def vera():
+def vera() -> Any:
     import peft
 
     net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
@@ -365,7 +365,7 @@ def vera():
 
 
 @model("prefix tuning, GPT-2", "peft")
-def prefix_tuning():
+def prefix_tuning() -> Any:
     import peft
 
     gpt = _made("GPT2LMHeadModel", "GPT2Config", vocab_size=VOCABULARY, n_positions=16, n_embd=16, n_layer=2, n_head=2)
@@ -383,42 +383,42 @@ def _on_graph(layer: nn.Module) -> tuple[nn.Module, Tensor]:
 
 
 @model("GCN", "torch_geometric")
-def gcn():
+def gcn() -> Any:
     from torch_geometric.nn import GCN
 
     return _on_graph(GCN(4, 6, 2, 3))
 
 
 @model("GAT", "torch_geometric")
-def gat():
+def gat() -> Any:
     from torch_geometric.nn import GAT
 
     return _on_graph(GAT(4, 6, 2, 3, heads=2, v2=True))
 
 
 @model("GraphSAGE, max", "torch_geometric")
-def graph_sage():
+def graph_sage() -> Any:
     from torch_geometric.nn import GraphSAGE
 
     return _on_graph(GraphSAGE(4, 6, 2, 3, aggr="max"))
 
 
 @model("GIN", "torch_geometric")
-def gin():
+def gin() -> Any:
     from torch_geometric.nn import GIN
 
     return _on_graph(GIN(4, 6, 2, 3, norm="layer_norm"))
 
 
 @model("PNA", "torch_geometric")
-def pna():
+def pna() -> Any:
     from torch_geometric.nn import PNAConv
 
     return _on_graph(PNAConv(4, 6, ["mean", "max", "std"], ["identity", "amplification"], torch.tensor([0, 2, 3])))
 
 
 @model("graph transformer", "torch_geometric")
-def graph_transformer():
+def graph_transformer() -> Any:
     from torch_geometric.nn import TransformerConv
 
     return _on_graph(TransformerConv(4, 6, heads=2, beta=True))
@@ -428,7 +428,7 @@ def graph_transformer():
 
 
 @model("NSF", "zuko")
-def nsf():
+def nsf() -> Any:
     from zuko.flows import NSF
 
     return Called(NSF(3, context=2, transforms=2, hidden_features=(8,)), lambda f, x, c: f(c).log_prob(x)), (
@@ -438,21 +438,21 @@ def nsf():
 
 
 @model("NAF", "zuko")
-def naf():
+def naf() -> Any:
     from zuko.flows import NAF
 
     return Called(NAF(3, transforms=1, hidden_features=(8,)), lambda f, x: f().log_prob(x)), real(3)
 
 
 @model("Gaussianization", "zuko")
-def gaussianization():
+def gaussianization() -> Any:
     from zuko.flows import GF
 
     return Called(GF(3, transforms=2, hidden_features=(8,)), lambda f, x: f().log_prob(x)), real(3)
 
 
 @model("masked affine flow", "nflows")
-def masked_affine():
+def masked_affine() -> Any:
     from nflows.transforms import CompositeTransform, MaskedAffineAutoregressiveTransform, ReversePermutation
 
     steps = [MaskedAffineAutoregressiveTransform(features=3, hidden_features=8), ReversePermutation(features=3)]
@@ -460,7 +460,7 @@ def masked_affine():
 
 
 @model("spline coupling", "nflows")
-def spline_coupling():
+def spline_coupling() -> Any:
     from nflows.nn.nets import ResidualNet
     from nflows.transforms import PiecewiseRationalQuadraticCouplingTransform
 
@@ -478,7 +478,7 @@ def spline_coupling():
 
 
 @model("exact GP, likelihood", "gpytorch")
-def exact_gp():
+def exact_gp() -> Any:
     """Each sample is a data set of its own."""
     import gpytorch
 
@@ -497,7 +497,7 @@ def exact_gp():
 
 
 @model("variational GP", "gpytorch")
-def variational_gp():
+def variational_gp() -> Any:
     import gpytorch
 
     class Process(gpytorch.models.ApproximateGP):
@@ -537,29 +537,29 @@ def _solved(solver: str, **options: Any) -> tuple[nn.Module, Tensor]:
 
 
 @model("odeint, rk4", "torchdiffeq")
-def odeint_rk4():
+def odeint_rk4() -> Any:
     return _solved("odeint", method="rk4", options={"step_size": 0.25})
 
 
 @model("odeint, dopri5", "torchdiffeq")
-def odeint_dopri5():
+def odeint_dopri5() -> Any:
     return _solved("odeint", method="dopri5")
 
 
 @model("odeint_adjoint", "torchdiffeq")
-def odeint_adjoint():
+def odeint_adjoint() -> Any:
     return _solved("odeint_adjoint", method="rk4", options={"step_size": 0.25})
 
 
 @model("closed-form continuous", "ncps")
-def cfc():
+def cfc() -> Any:
     from ncps.torch import CfC
 
     return CfC(3, 6), real(5, 3)
 
 
 @model("liquid time constant", "ncps")
-def ltc():
+def ltc() -> Any:
     from ncps.torch import LTC
     from ncps.wirings import AutoNCP
 
@@ -570,7 +570,7 @@ def ltc():
 
 
 @model("entmax attention", "entmax")
-def entmax_attention():
+def entmax_attention() -> Any:
     from entmax import entmax15
 
     def call(layer: nn.Module, x: Tensor) -> Tensor:
@@ -580,14 +580,14 @@ def entmax_attention():
 
 
 @model("sparsemax head", "entmax")
-def sparsemax_head():
+def sparsemax_head() -> Any:
     from entmax import sparsemax
 
     return Called(nn.Linear(4, 6), lambda layer, x: sparsemax(layer(x), dim=-1)), real(4)
 
 
 @model("entmax, learned alpha", "entmax")
-def entmax_alpha():
+def entmax_alpha() -> Any:
     from entmax import entmax_bisect
 
     class Head(nn.Module):
@@ -609,22 +609,22 @@ def _x_decoder(**options: Any) -> tuple[nn.Module, Tensor]:
 
 
 @model("decoder, rotary", "x_transformers")
-def x_rotary():
+def x_rotary() -> Any:
     return _x_decoder(rotary_pos_emb=True, ff_glu=True, use_rmsnorm=True)
 
 
 @model("decoder, ALiBi", "x_transformers")
-def x_alibi():
+def x_alibi() -> Any:
     return _x_decoder(alibi_pos_bias=True, attn_num_mem_kv=2)
 
 
 @model("decoder, top-k", "x_transformers")
-def x_topk():
+def x_topk() -> Any:
     return _x_decoder(rel_pos_bias=True, attn_sparse_topk=3, shift_tokens=1)
 
 
 @model("rotary attention", "rotary_embedding_torch")
-def rotary():
+def rotary() -> Any:
     from rotary_embedding_torch import RotaryEmbedding
 
     class Attention(nn.Module):
@@ -641,7 +641,7 @@ def rotary():
 
 
 @model("local attention", "local_attention")
-def local_attention():
+def local_attention() -> Any:
     from local_attention import LocalTransformer
 
     made = LocalTransformer(
@@ -658,7 +658,7 @@ def local_attention():
 
 
 @model("linear attention", "linear_attention_transformer")
-def linear_attention():
+def linear_attention() -> Any:
     from linear_attention_transformer import LinearAttentionTransformerLM
 
     made = LinearAttentionTransformerLM(num_tokens=VOCABULARY, dim=16, heads=2, depth=1, max_seq_len=8, causal=False)
@@ -666,14 +666,14 @@ def linear_attention():
 
 
 @model("Performer", "performer_pytorch")
-def performer():
+def performer() -> Any:
     from performer_pytorch import Performer
 
     return Performer(dim=16, depth=1, heads=2, dim_head=8, causal=False), real(6, 16)
 
 
 @model("Perceiver IO", "perceiver_pytorch")
-def perceiver_io():
+def perceiver_io() -> Any:
     from perceiver_pytorch import PerceiverIO
 
     made = PerceiverIO(
@@ -685,42 +685,42 @@ def perceiver_io():
 
 
 @model("Conformer", "conformer")
-def conformer():
+def conformer() -> Any:
     from conformer import ConformerBlock
 
     return ConformerBlock(dim=8, dim_head=4, heads=2, ff_mult=2, conv_kernel_size=3), real(6, 8)
 
 
 @model("soft mixture of experts", "soft_moe_pytorch")
-def soft_moe():
+def soft_moe() -> Any:
     from soft_moe_pytorch import SoftMoE
 
     return SoftMoE(dim=8, seq_len=6, num_experts=3), real(6, 8)
 
 
 @model("ViT", "vit_pytorch")
-def vit():
+def vit() -> Any:
     from vit_pytorch import ViT
 
     return ViT(image_size=8, patch_size=4, num_classes=3, dim=8, depth=1, heads=2, mlp_dim=8), real(3, 8, 8)
 
 
 @model("gMLP", "g_mlp_pytorch")
-def g_mlp():
+def g_mlp() -> Any:
     from g_mlp_pytorch import gMLP
 
     return gMLP(num_tokens=VOCABULARY, dim=8, depth=2, seq_len=8, causal=True), tokens()
 
 
 @model("MLP-Mixer", "mlp_mixer_pytorch")
-def mlp_mixer():
+def mlp_mixer() -> Any:
     from mlp_mixer_pytorch import MLPMixer
 
     return MLPMixer(image_size=8, channels=3, patch_size=4, dim=8, depth=2, num_classes=3), real(3, 8, 8)
 
 
 @model("Titans memory", "titans_pytorch")
-def titans():
+def titans() -> Any:
     """It takes gradients with torch.func inside its forward."""
     from titans_pytorch import NeuralMemory
 
@@ -731,7 +731,7 @@ def titans():
 
 
 @model("einops layers", "einops")
-def einops_layers():
+def einops_layers() -> Any:
     from einops.layers.torch import EinMix, Rearrange, Reduce
 
     made = nn.Sequential(
@@ -760,22 +760,22 @@ def _quantized(name: str, **options: Any) -> tuple[nn.Module, Tensor]:
 
 
 @model("vector quantizer", "vector_quantize_pytorch")
-def vector_quantize():
+def vector_quantize() -> Any:
     return _quantized("VectorQuantize", dim=8, codebook_size=6, learnable_codebook=True, ema_update=False)
 
 
 @model("finite scalar quantizer", "vector_quantize_pytorch")
-def fsq():
+def fsq() -> Any:
     return _quantized("FSQ", levels=[5, 3, 3], dim=8)
 
 
 @model("lookup-free quantizer", "vector_quantize_pytorch")
-def lfq():
+def lfq() -> Any:
     return _quantized("LFQ", codebook_size=16, dim=8)
 
 
 @model("TabNet", "pytorch_tabnet")
-def tabnet():
+def tabnet() -> Any:
     from pytorch_tabnet.tab_network import TabNet
 
     made = TabNet(
@@ -785,7 +785,7 @@ def tabnet():
 
 
 @model("FT-Transformer", "rtdl_revisiting_models")
-def ft_transformer():
+def ft_transformer() -> Any:
     from rtdl_revisiting_models import FTTransformer
 
     made = FTTransformer(
@@ -796,14 +796,14 @@ def ft_transformer():
 
 
 @model("periodic embeddings", "rtdl_num_embeddings")
-def periodic():
+def periodic() -> Any:
     from rtdl_num_embeddings import PeriodicEmbeddings
 
     return PeriodicEmbeddings(4, 6, n_frequencies=5, lite=False), real(4)
 
 
 @model("TabTransformer", "tab_transformer_pytorch")
-def tab_transformer():
+def tab_transformer() -> Any:
     from tab_transformer_pytorch import TabTransformer
 
     made = TabTransformer(categories=(4, 5), num_continuous=3, dim=8, dim_out=2, depth=1, heads=2)
@@ -811,14 +811,14 @@ def tab_transformer():
 
 
 @model("UNet", "monai")
-def monai_unet():
+def monai_unet() -> Any:
     from monai.networks.nets import UNet
 
     return UNet(2, 1, 2, channels=(4, 8), strides=(2,), num_res_units=1), real(1, 8, 8)
 
 
 @model("UNETR", "monai")
-def monai_unetr():
+def monai_unetr() -> Any:
     from monai.networks.nets import UNETR
 
     made = UNETR(1, 2, img_size=(16, 16), feature_size=4, hidden_size=12, mlp_dim=8, num_heads=2, spatial_dims=2)
@@ -832,22 +832,22 @@ def _timm(name: str, **options: Any) -> nn.Module:
 
 
 @model("ConvNeXt", "timm")
-def timm_convnext():
+def timm_convnext() -> Any:
     return _timm("convnext_atto", depths=(1, 1, 1, 1), dims=(4, 8, 8, 8)), real(3, 32, 32)
 
 
 @model("EVA", "timm")
-def timm_eva():
+def timm_eva() -> Any:
     return _timm("eva02_tiny_patch14_224", img_size=28, embed_dim=24, depth=1, num_heads=2), real(3, 28, 28)
 
 
 @model("EfficientNet", "timm")
-def timm_efficientnet():
+def timm_efficientnet() -> Any:
     return _timm("efficientnet_lite0", channel_multiplier=0.1, depth_multiplier=0.1), real(3, 32, 32)
 
 
 @model("EfficientNet", "efficientnet_pytorch")
-def efficientnet():
+def efficientnet() -> Any:
     from efficientnet_pytorch import EfficientNet
 
     return EfficientNet.from_name("efficientnet-b0", num_classes=3, width_coefficient=0.2, image_size=32), real(
@@ -856,7 +856,7 @@ def efficientnet():
 
 
 @model("equivariant product", "e3nn")
-def e3nn_product():
+def e3nn_product() -> Any:
     from e3nn import o3
 
     class Net(nn.Module):
@@ -873,21 +873,21 @@ def e3nn_product():
 
 
 @model("EGNN", "egnn_pytorch")
-def egnn():
+def egnn() -> Any:
     from egnn_pytorch import EGNN
 
     return EGNN(dim=6, m_dim=4, num_nearest_neighbors=3), (real(5, 6), real(5, 3))
 
 
 @model("SIREN", "siren_pytorch")
-def siren():
+def siren() -> Any:
     from siren_pytorch import SirenNet
 
     return SirenNet(dim_in=2, dim_hidden=8, dim_out=3, num_layers=2), real(2)
 
 
 @model("LoRA, merged weights", "loralib")
-def loralib_linear():
+def loralib_linear() -> Any:
     import loralib
 
     return nn.Sequential(
@@ -898,7 +898,7 @@ def loralib_linear():
 
 
 @model("Mamba", "mambapy")
-def mamba_py():
+def mamba_py() -> Any:
     """Its parallel scan is an old-style autograd Function that writes in place."""
     from mambapy.mamba import Mamba, MambaConfig
 
@@ -906,7 +906,7 @@ def mamba_py():
 
 
 @model("spiking net", "snntorch")
-def spiking():
+def spiking() -> Any:
     import snntorch
 
     class Net(nn.Module):
@@ -928,14 +928,14 @@ def spiking():
 
 
 @model("temporal convolutions", "pytorch_tcn")
-def tcn():
+def tcn() -> Any:
     from pytorch_tcn import TCN
 
     return TCN(3, [4, 4], kernel_size=2, use_norm="weight_norm"), real(3, 8)
 
 
 @model("autoregressive spline", "normflows")
-def normflows_flow():
+def normflows_flow() -> Any:
     import normflows
 
     steps = [normflows.flows.AutoregressiveRationalQuadraticSpline(3, 1, 8)]
@@ -944,7 +944,7 @@ def normflows_flow():
 
 
 @model("neural CDE", "torchcde")
-def neural_cde():
+def neural_cde() -> Any:
     import torchcde
 
     class Field(nn.Module):
