@@ -73,6 +73,15 @@ def time(ratios: Ratios) -> str:
     return table(head, times(ratios, {name: f"{name}: {MODELS[name]}" for name in WORKLOADS}, columns))
 
 
+def compiled(ratios: Ratios) -> str:
+    """Times of compiled contenders on all models."""
+    columns = [("grads", "batch compiled"), ("grads", "compiled vmap(grad)")]
+    columns += [(quantity, who) for quantity in ("grads", "norms", "clipped") for who in ("JAX", "psgrad compiled")]
+    head = ["workload", "N", "batch compiled", "gradients: compiled `vmap(grad)`", "JAX", "psgrad compiled"]
+    head += ["norms: JAX", "psgrad compiled", "clipped sum: JAX", "psgrad compiled"]
+    return table(head, times(ratios, {name: name for name in WORKLOADS}, columns))
+
+
 def times(ratios: Ratios, names: Mapping[str, str], columns: Iterable[tuple[str, str]]) -> list[list[str]]:
     known = list(columns)
     return [
@@ -131,6 +140,7 @@ def large(ratios: Ratios) -> str:
 BLOCKS: dict[str, Callable[[Ratios], str]] = {
     "speed": speed,
     "time": time,
+    "compiled": compiled,
     "ahead": ahead,
     "ahead-in-words": in_words,
     "memory": memory,
