@@ -319,6 +319,9 @@ def no_outcome(problem: Problem) -> Outcome:
     return Outcome(out.loss.new_empty(0), [a.new_empty(0, *a.shape) for a in out.aux], out.aux_spec)
 
 
+_OF_TORCH = RuntimeError, IndexError, TypeError  # what ops raise where dtypes or shapes do not fit
+
+
 def _one_by_one(problem: Problem, make: Make[C], warning: str | None) -> Iterator[Group[C]]:
     """One sample after the other, by ordinary autograd. An error that `fn` raises there is the user's own."""
     following = Following(OwnParameters(problem))
@@ -331,7 +334,7 @@ def _one_by_one(problem: Problem, make: Make[C], warning: str | None) -> Iterato
         except CompilerLoaded:
             held, (loss, aux, spec) = _called(one, params, following)
         except Exception as error:
-            if not isinstance(error, PsgradError):
+            if type(error) in _OF_TORCH:
                 error.add_note(f"psgrad called fn with one sample, detached: {one.sample_in_words()}")
             raise
         for name, p in zip(problem.names, copies, strict=True) if any(versions_of(copies)) else ():
