@@ -140,6 +140,15 @@ def test_a_preconditioned_inner_product() -> None:
     assert_close(scores, rows @ torch.kron(*inverses) @ rows.mT)
 
 
+def test_maps_are_applied_in_full_precision_under_autocast() -> None:
+    fg = psgrad.factored_grads(lambda w, x: F.linear(x, w).sin().sum(), torch.randn(3, 4), torch.randn(5, 2, 4))
+    maps = {"params": (torch.randn(3, 3), torch.randn(4, 4))}
+    want = fg.precondition(maps).dense()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = fg.precondition(maps)
+    torch.testing.assert_close(found.dense(), want)
+
+
 def test_preconditioned_gradients_can_be_saved_and_joined() -> None:
     w, x = torch.randn(3, 4), torch.randn(5, 4)
     fg = psgrad.factored_grads(linear_loss, w, x)

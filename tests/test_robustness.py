@@ -1289,3 +1289,41 @@ def test_what_an_activation_made_can_be_written_to() -> None:
         warnings.simplefilter("error")
         found = psgrad.per_sample_grads(fn, params, batch)
     torch.testing.assert_close(found, psgrad.testing.loop_grads(fn, params, batch))
+
+
+class _Turned(torch.autograd.Function):
+    """Gives an axis, as views do, and has a gradient of its own."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x.unsqueeze(0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        return -3 * g[0]
+
+
+def _hooked(h: torch.Tensor) -> torch.Tensor:
+    a = h.unsqueeze(0)
+    a.grad_fn.register_prehook(lambda grads: (3 * grads[0],))
+    return a
+
+
+@pytest.mark.parametrize("turned", [_Turned.apply, _hooked], ids=["a Function", "a hook"])
+@pytest.mark.parametrize("then", [torch.tanh, lambda a: a], ids=["activation", "layer"])
+def test_an_axis_of_a_function_of_its_own(turned: Any, then: Any) -> None:
+    """What `fn` does where it gives an axis counts there alone, not for the tensor that has none."""
+
+    def fn(p: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        h = F.linear(x, p["a"])
+        return F.linear(then(turned(h)), p["b"]).sin().sum() + h.cos().sum()
+
+    params = {"a": torch.randn(5, 4, dtype=torch.float64), "b": torch.randn(3, 5, dtype=torch.float64)}
+    x = torch.randn(6, 4, dtype=torch.float64)
+    torch.testing.assert_close(psgrad.per_sample_grads(fn, params, x), psgrad.testing.loop_grads(fn, params, x))

@@ -39,7 +39,7 @@ from ..torch_.functions import (
     reads_values,
     writes,
 )
-from ..torch_.storage import storage_of
+from ..torch_.storage import parted, storage_of
 from ..torch_.tracing import NO_VALUES
 from ..torch_.watching import FunctionCall, says_vmap, vmaps_its_backward
 from . import checkpoint, constants, faults, op_loop, ragged_indexing
@@ -388,7 +388,7 @@ def run_pointwise(mode: "Mode", func: Any, args: Any, kwargs: Any) -> Any:
 
 def _parted(func: Any, rows: Tensor, kwargs: Any) -> Tensor:
     """(N, ...) as (N, 1, ...), each number changed."""
-    found: Tensor = func(rows, **kwargs).unsqueeze(1)
+    found: Tensor = parted(func(rows, **kwargs))
     return found
 
 

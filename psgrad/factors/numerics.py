@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..torch_ import tracing
-from ..torch_.storage import base_of
+from ..torch_.storage import base_of, is_parting
 from . import assumptions, costs
 
 
@@ -180,6 +180,8 @@ def unfolded(t: Tensor) -> Tensor | None:
     if base.requires_grad or t.requires_grad:  # a graph may have come another way than the memory
         node, below = t.grad_fn, base.grad_fn
         if node is None or below is None or node.next_functions != ((below, base.output_nr),):
+            return None
+        if not is_parting(node):  # `fn` may have a hook there, or a Function with a backward of its own
             return None
     n, b, *rest = t.shape
     alike = base.shape == (n * b, *rest) and base.dtype is t.dtype and base.is_contiguous() and t.is_contiguous()

@@ -340,12 +340,12 @@ class FactoredGrads(Generic[P]):
         """
         return self._mapped(maps_of(maps, self._spec, self._metas, "maps"))
 
-    @in_full_precision
     def _each(self, change: Callable[[Tensor], Tensor]) -> "FactoredGrads[P]":
         """The same with every tensor of every factor changed."""
         blocks = tuple(block.each(change) for block in self._blocks)
         return FactoredGrads(blocks, self._metas, self._spec, self._n, self.values, self.aux)
 
+    @in_full_precision
     def _mapped(self, maps: Maps) -> "FactoredGrads[P]":
         metas = list(self._metas)
         for i, sides in maps.items():

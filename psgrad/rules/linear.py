@@ -17,6 +17,7 @@ from ..factors.dense import Dense
 from ..factors.numerics import as_rows, folded
 from ..factors.outer import Outer
 from ..registry.rule import Call, Decline, Needs, Param, Rule
+from ..torch_.storage import parted
 
 
 def forward(options: None, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -42,13 +43,8 @@ def bind_linear(input: Any, weight: Any, bias: Any = None) -> Call | Decline:
     if weight.dim() != 2 or (bias is not None and bias.dim() != 1):
         return Decline("the weight is not a matrix, or the bias not a vector")
     if input.dim() == 2 and input.shape[0] == 1:  # as models see one sample: factors without the axis
-        return Call(input, (weight, bias), None, folded, _parted)
+        return Call(input, (weight, bias), None, folded, parted)
     return Call(input, (weight, bias))
-
-
-def _parted(y: Tensor) -> Tensor:
-    """(N, O) as (N, 1, O)."""
-    return y.unsqueeze(1)
 
 
 def bind_bilinear(input1: Any, input2: Any, weight: Any, bias: Any = None) -> Call | Decline:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from math import gcd
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +45,16 @@ def are_one_memory(tensors: Sequence[Tensor]) -> bool:
 version_of: Callable[[Tensor], int] = attrgetter("_version")  # how often a tensor has been written to
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")  # what a tensor is a view of, as far as autograd knows
 is_view: Callable[[Tensor], bool] = Tensor._is_view  # whether autograd knows a tensor as a view of another
+
+
+def parted(t: Tensor) -> Tensor:
+    """(N, ...) as (N, 1, ...), where nobody but us has the tensor without that axis: `is_parting` knows the node."""
+    return t.unsqueeze(-t.dim())  # counted from behind, as vmap counts no axis of a function's own
+
+
+def is_parting(node: Any) -> bool:
+    """Whether a node of autograd's graph is that of `parted`."""
+    return node.name() == "UnsqueezeBackward0" and not 0 <= node._saved_dim < 1 << 63  # below 0, perhaps as unsigned
 
 
 def versions_of(tensors: Iterable[Tensor]) -> list[int]:
