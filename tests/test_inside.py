@@ -244,7 +244,7 @@ def test_nothing_of_n_times_p_inside(kind: str, monkeypatch: pytest.MonkeyPatch)
         assert watch.most <= n * width * width // 4
 
 
-@pytest.mark.parametrize("name", ["hessian", "vmap of jvp", "forward over reverse"])
+@pytest.mark.parametrize("name", ["hessian", "vmap of jvp", "three deep"])
 def test_compiled(name: str) -> None:
     u, params = net()
     fn = lambda p, x: LOSSES[name](u, p, x)

@@ -20,6 +20,14 @@ _guards: Any = guards  # whose types are not all declared
 empty_strided: Allocator = _guards._empty_strided_cpu  # as compiled code has it
 
 
+def _zeros(size: Sequence[int], **options: Any) -> Tensor:
+    return torch.zeros(size, **options)
+
+
+# Zeros without memory, as forward derivatives make them: mul.Scalar of them, in a trace, brings the process down.
+_FOR_THE_TRACER: dict[Any, Callable[..., Any]] = {torch.ops.aten._efficientzerotensor.default: _zeros}
+
+
 def record(
     function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]
 ) -> tuple[Graph, list[Tensor], str | None]:
@@ -30,7 +38,7 @@ def record(
     compiler would take their numbers for granted.
     """
     own = [t.detach() for t in inputs]  # one tensor given twice would be one input
-    graph = make_fx(function)(*own)
+    graph = make_fx(function, decomposition_table=_FOR_THE_TRACER)(*own)
     met: dict[int, tuple[Tensor, torch.fx.Node]] = {}
     last = [node for node in graph.graph.nodes if node.op == "placeholder"][-1]
     for node in list(graph.graph.nodes):

@@ -15,8 +15,8 @@ PRIVATE: Mapping[str, str] = {  # names by their module; of alternatives (a|b) o
     "torch": (
         "Tensor._backward_hooks Tensor._base Tensor._is_view Tensor._version UntypedStorage._cdata "
         "_assert_async _nested_tensor_from_mask_left_aligned "
-        "_pack_padded_sequence _pad_packed_sequence ops.aten._fused_rms_norm ops.aten._prelu_kernel_backward "
-        "ops.aten._scaled_dot_product_attention_math"
+        "_pack_padded_sequence _pad_packed_sequence ops.aten._efficientzerotensor ops.aten._fused_rms_norm "
+        "ops.aten._prelu_kernel_backward ops.aten._scaled_dot_product_attention_math"
     ),
     "torch._C": (
         "DisableTorchFunction TensorBase _TorchDispatchModeKey.FAKE _TorchDispatchModeKey.PROXY _get_dispatch_mode "
