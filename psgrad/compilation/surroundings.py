@@ -67,7 +67,7 @@ class Surroundings:
         self._seen: set[int] = set()
         self._known: set[tuple[int, str]] = set()  # attributes that have a place
         self._spaces: dict[int, Any] = {}  # modules of Python and classes that were met
-        self._modules: deque[torch.nn.Module] = deque()
+        self._found: deque[torch.nn.Module] = deque()
         self._others: deque[Any] = deque()
         self._look(fn)
         self._look_everywhere()
@@ -151,21 +151,21 @@ class Surroundings:
         """Have the places inside `value` found, in its turn: what is near comes before what is far."""
         if not isinstance(value, _STOPS) and id(value) not in self._seen:
             self._seen.add(id(value))
-            (self._modules if isinstance(value, torch.nn.Module) else self._others).append(value)
+            (self._found if isinstance(value, torch.nn.Module) else self._others).append(value)
 
     def _look_everywhere(self) -> None:
         """Of models all places, however deep they are: their flags are what people change. Of the rest the nearest."""
         far = 0
-        while self._modules or self._others:
-            if self._modules:
-                self._look_at_module(self._modules.popleft())
+        while self._found or self._others:
+            if self._found:
+                self._look_at_module(self._found.popleft())
             elif far < _MANY:
                 before = len(self.dicts) + len(self._known)
                 self._look_inside(self._others.popleft())
                 far += len(self.dicts) + len(self._known) - before
             else:
                 self._others.clear()
-            if not self._modules and not self._others:
+            if not self._found and not self._others:
                 self._look_at_namespaces()
 
     def _look_inside(self, value: Any) -> None:
