@@ -195,7 +195,7 @@ def _path(stock: FrameType, inside: list[FrameType]) -> str:
     return f"{above}.{name} ({type(modules[0]).__name__})" if name else f"{above} ({type(root).__name__})"
 
 
-def place_of(error: BaseException) -> str:
+def place_of(error: BaseException, otherwise: str = "an unknown place") -> str:
     """The innermost line of user code that `error` passed through, or of a stock module where there is none."""
     users = stock = None
     trace = error.__traceback__
@@ -206,7 +206,13 @@ def place_of(error: BaseException) -> str:
         elif trace.tb_frame.f_code.co_filename.startswith(_STOCK):  # asking for f_locals would keep them alive
             stock = where
         trace = trace.tb_next
-    return str(users or stock or Spot(None, 0))
+    return str(users or stock or otherwise)
+
+
+def home_of(fn: Any) -> str:
+    """Where `fn` is written: its first line, or "fn" where that is no code of the user's."""
+    code = getattr(fn, "__code__", None)
+    return str(Spot(code, code.co_firstlineno)) if code is not None and _is_users(code.co_filename) else "fn"
 
 
 def is_out_of_memory(error: BaseException) -> bool:

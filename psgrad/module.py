@@ -178,9 +178,11 @@ class Layered:
 def _pair(sample: Any) -> tuple[Any, Any]:
     """A sample as (inputs, target), each with a leading axis of 1."""
     if not isinstance(sample, (tuple, list)) or len(sample) != 2:
+        length = f" of {len(sample)}" if isinstance(sample, (tuple, list)) else ""
         raise ArgumentError(
-            f"a sample of from_module's fn must be (inputs, target), but is a {type(sample).__name__}\n"
-            "  give batch=(inputs, targets); inputs may be a tensor, a tuple or a dict."
+            f"a sample of from_module's fn must be (inputs, target), but is a {type(sample).__name__}{length}\n"
+            "  give batch=(inputs, targets), with None where there are no targets; inputs may be a tensor, a tuple\n"
+            "  or a dict."
         )
     inputs, target = sample
     with without_modes():  # modes need not see it: 15 us

@@ -16,7 +16,7 @@ from .engine.problem import Problem
 from .engine.rule_call import UseRecord
 from .engine.signals import Diverged, NeedsLoop, Signal
 from .engine.validate import validated
-from .errors import ArgumentError, PsgradError, place_of, reason_of
+from .errors import ArgumentError, PsgradError, home_of, place_of, reason_of
 from .factors.base import Factor
 from .factors.costs import Plan
 from .quantities.grads import Grads
@@ -234,7 +234,7 @@ def explain(
     except PsgradError:
         raise
     except (Exception, Signal) as refusal:
-        note, scale = f"{_why_run(refusal)} found out by running the first sample", problem.n
+        note, scale = f"{_why_run(refusal, fn)} found out by running the first sample", problem.n
         try:
             with differentiating(), generators_kept(problem):
                 rows, used, looped = _rows(*_listed(problem.rows(slice(0, 1)).copied()))
@@ -264,15 +264,18 @@ def _chunk_size(problem: Problem, bound: int) -> int:
     return found
 
 
-def _why_run(error: BaseException) -> str:
+def _why_run(error: BaseException, fn: Any) -> str:
     """Why shapes alone did not tell what `fn` does."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, (Diverged, *NO_VALUES)):
             return "fn looks at values:"
         cause = cause.__cause__ or cause.__context__
+    where = place_of(error, otherwise=f"the backward of {home_of(fn)}")  # which runs no line of the user's
     why = reason_of(error).rstrip(".")
-    return f"shapes alone were not enough at {place_of(error)}: {why};"
+    if "meta" in why and "same device" in why:  # of tensors that neither the user nor psgrad has put anywhere
+        why = "torch does not follow this derivative on tensors without memory"
+    return f"shapes alone were not enough at {where}: {why};"
 
 
 def _rows(

@@ -90,13 +90,17 @@ class Verification:
         width = max(len(c.quantity) for c in self.comparisons)
         lines = [f"{self.samples} of {self.of} samples agree with {self.against}, called plainly"]
         lines += [
-            f"  {c.quantity.ljust(width)}  off by {c.difference:.1e} at most, {c.relative:.1e} of the largest "
+            f"  {c.quantity.ljust(width)}  off by {c.difference:.1e} at most, {self._beside(c)} "
             f"({c.where}; allowed {c.allowed:.1e})"
             if c.difference
             else f"  {c.quantity.ljust(width)}  equal"
             for c in self.comparisons
         ]
         return "\n".join([*lines, self.how, *self._remarks()])
+
+    def _beside(self, c: Comparison) -> str:
+        """How much a difference is; where the numbers themselves are rounding, a part of them says nothing."""
+        return "where all is rounding" if c.param in self.small else f"{c.relative:.1e} of the largest"
 
     def _remarks(self) -> list[str]:
         lines = []
@@ -118,7 +122,7 @@ class Verification:
                 c.quantity,
                 c.where if c.difference else "",
                 f"{c.difference:.1e}" if c.difference else "equal",
-                f"{c.relative:.1e}" if c.difference else "",
+                f"{c.relative:.1e}" if c.difference and c.param not in self.small else "",
                 f"{c.allowed:.1e}",
                 display.percent(c.excess) if c.difference else "",
             )

@@ -729,6 +729,14 @@ def test_mistakes() -> None:
             "psgrad.per_sample_jacobians, psgrad.ntk.",
         ),
         (
+            lambda: psgrad.compile(psgrad.clipped_grad(fn, params, batch_of(N), 1.0), fn),  # type: ignore[arg-type]
+            TypeError,
+            "a ClippedGrad is not a quantity that can be compiled\n  give one of psgrad.per_sample_grads, "
+            "psgrad.per_sample_norms, psgrad.clipped_grad, psgrad.weighted_grad, psgrad.gram, psgrad.grad_stats, "
+            "psgrad.factored_grads, psgrad.per_sample_dots, psgrad.projected_grads, psgrad.kron_factors, "
+            "psgrad.per_sample_jacobians, psgrad.ntk.",
+        ),
+        (
             lambda: psgrad.compile(psgrad.gram, 3),
             TypeError,
             "fn is a int, not a function\n  give fn(params, sample) -> loss.",
@@ -1193,8 +1201,16 @@ def test_arguments_that_do_not_fit_are_told_before_anything_is_recorded() -> Non
         "clipped_grad got an unexpected keyword argument 'max_grad_norm'\n"
         "  give options of psgrad.clipped_grad, or backend=."
     )
-    with pytest.raises(TypeError, match="missing a required argument: 'max_norm'"):
-        psgrad.compile(psgrad.clipped_grad, fn, backend="replay")(params, batch_of(N))
+    step = psgrad.compile(psgrad.clipped_grad, fn, backend="replay")
+    with pytest.raises(psgrad.ArgumentTypeError) as error:
+        step(params, batch_of(N))
+    assert str(error.value) == (
+        "clipped_grad missing a required argument: 'max_norm'\n"
+        "  give what psgrad.clipped_grad takes, to psgrad.compile or to the call."
+    )
+    with pytest.raises(psgrad.ArgumentTypeError) as error:
+        step(fn, params, batch_of(N))
+    assert str(error.value) == ("params is fn, which psgrad.compile was given already\n  call it with (params, batch).")
 
 
 @pytest.mark.parametrize("backend", ["replay", "inductor"])
@@ -1244,6 +1260,16 @@ def test_a_bound_that_is_a_tensor_breaks_the_graph() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(lambda params, x, y: made(params, (x, y)), backend="aot_eager")
     assert compiled(params, *batch_of(N)).sensitivity == pytest.approx(0.3)
+
+
+def test_warning_points_at_the_call() -> None:
+    """Wherever in psgrad it was found out."""
+    step = psgrad.compile(
+        psgrad.per_sample_norms, lambda w, x: (w * x).sum() if x[0] > 0 else w.sum(), backend="replay"
+    )
+    with pytest.warns(psgrad.FallbackWarning, match="samples part ways") as found:
+        step(torch.ones(2), torch.tensor([[1.0, 2.0], [-1.0, 2.0]]))
+    assert {warning.filename for warning in found} == {__file__}
 
 
 def test_too_many_arguments_are_refused() -> None:

@@ -1,5 +1,6 @@
 """What psgrad raises on purpose: whole messages, with the path, the op, the place and the remedy."""
 
+import collections
 import contextlib
 import dataclasses
 import re
@@ -271,6 +272,28 @@ def test_batch_leaf_that_is_not_a_tensor() -> None:
     )
     with raises(ArgumentTypeError, message):
         call(batch={"x": torch.ones(5, 4), "lr": 0.1})
+
+
+def test_batch_leaf_that_is_a_mapping_but_no_dict() -> None:
+    """As a tokenizer returns it."""
+    message = (
+        "batch[0] is a UserDict, not a tensor\n"
+        "  give dict(batch[0]): dicts are taken apart, and other mappings are not."
+    )
+    with raises(ArgumentTypeError, message):
+        call(batch=(collections.UserDict(x=torch.ones(5, 4)), torch.ones(5)))
+
+
+def test_sample_that_is_no_pair() -> None:
+    fn, given = psgrad.from_module(nn.Linear(4, 1), F.mse_loss)
+    message = (
+        "a sample of from_module's fn must be (inputs, target), but is a tuple of 1\n"
+        "  give batch=(inputs, targets), with None where there are no targets; inputs may be a tensor, a tuple\n"
+        "  or a dict."
+    )
+    with pytest.raises(ArgumentError) as error:
+        psgrad.per_sample_norms(fn, given, (torch.ones(5, 4),))
+    assert str(error.value) == message
 
 
 def test_batch_leaf_without_axes() -> None:

@@ -597,3 +597,34 @@ def test_surroundings_that_switch_gradients_off() -> None:
         assert str(psgrad.explain(fn, params, batch)) == want
     with torch.inference_mode():
         assert str(psgrad.explain(fn, params, batch)) == want
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_backward_that_runs_no_line_of_the_users(wrapped: bool) -> None:
+    """Torch's words about devices, which nobody has chosen, are not told."""
+    net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+    params = {name: p.detach() for name, p in net.named_parameters()}
+
+    def fn(p: dict[str, torch.Tensor], z: torch.Tensor) -> torch.Tensor:
+        u = lambda p, z: torch.func.functional_call(net, p, (z,))[0]
+        return torch.func.hessian(u, argnums=1)(p, z).trace()
+
+    report = psgrad.explain(functools.partial(fn) if wrapped else fn, params, torch.randn(6, 2))
+    home = "fn" if wrapped else f"test_explain.py:{fn.__code__.co_firstlineno} in {fn.__qualname__}"
+    assert report.note in (
+        "",  # a torch that follows it
+        f"shapes alone were not enough at the backward of {home}: torch does not follow this derivative on tensors "
+        "without memory; found out by running the first sample",
+    )
+    assert {row.how for row in report.rows} == {"rule linear"}
+
+
+def test_use_inside_another_transform_is_placed_where_fn_is_written() -> None:
+    def fn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.vmap(lambda row: torch.tanh(row * x).sum())(w).sum()
+
+    (row,) = psgrad.explain(fn, torch.randn(4, 3), torch.randn(5, 3)).rows
+    assert (row.how, row.place) == (
+        "vmap: inside another transform",
+        f"test_explain.py:{fn.__code__.co_firstlineno} in {fn.__qualname__}",
+    )

@@ -166,6 +166,9 @@ def test_gradients_too_small_to_tell() -> None:
     report = psgrad.verify(*psgrad.from_module(model, F.cross_entropy), batch)
     assert report.small == ("params['0.bias']",)
     assert "gradients too small beside the others to tell: params['0.bias']" in str(report).splitlines()
+    there = report.comparisons[1]._replace(param="params['0.bias']", difference=1e-9, relative=1.0)
+    line = str(dataclasses.replace(report, comparisons=(there,))).splitlines()[1]
+    assert line.startswith("  gradients  off by 1.0e-09 at most, where all is rounding (params['0.bias'], sample ")
 
 
 def test_gradients_that_are_not_finite() -> None:

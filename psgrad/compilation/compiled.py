@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import optree
 from torch import Tensor
 
+from ..engine.ladder import callers_level
 from ..engine.signals import Signal, Unrecordable
 from ..engine.validate import is_nested
 from ..errors import (
@@ -127,7 +128,8 @@ def compile(
         ArgumentError, ArgumentTypeError: `quantity` is none of these, or an option does not fit.
     """
     if quantity not in _QUANTITIES:
-        name = getattr(quantity, "__name__", repr(quantity))
+        shown = repr(quantity) if isinstance(quantity, str) else f"a {type(quantity).__name__}"
+        name = getattr(quantity, "__name__", shown)
         known = ", ".join(f"psgrad.{each.__name__}" for each in _QUANTITIES)
         raise ArgumentTypeError(f"{name} is not a quantity that can be compiled\n  give one of {known}.")
     if not callable(fn):
@@ -243,6 +245,10 @@ class Compiled:
         options = self._options
         if args or kwargs:
             _refuse_options(kwargs)
+            if params is self.fn:
+                raise ArgumentTypeError(
+                    "params is fn, which psgrad.compile was given already\n  call it with (params, batch)."
+                )
             if len(args) > len(self._names):  # Python's own words for it
                 return self.quantity(self.fn, params, batch, *args, **kwargs)
             more = dict(zip(self._names, args, strict=False)) | kwargs
@@ -360,7 +366,7 @@ class Compiled:
         if why not in self._warned:
             self._warned.add(why)
             message = f"psgrad.compile runs {self.quantity.__name__} eagerly: {why}"
-            warnings.warn(message, FallbackWarning, stacklevel=4)
+            warnings.warn(message, FallbackWarning, stacklevel=callers_level())
 
     # ---- new graphs --------------------------------------------------------------------------------------------
 
@@ -391,7 +397,13 @@ class Compiled:
 
     def _record(self, entry: _Entry, call: Call) -> None:
         """Another graph for an entry, good for calls like this one; or a warning that says why there is none."""
-        inspect.signature(self.quantity).bind(self.fn, call.params, call.batch, **call.options)  # or Python's TypeError
+        try:
+            inspect.signature(self.quantity).bind(self.fn, call.params, call.batch, **call.options)
+        except TypeError as error:
+            name = self.quantity.__name__
+            raise ArgumentTypeError(
+                f"{name} {error}\n  give what psgrad.{name} takes, to psgrad.compile or to the call."
+            ) from None
         try:
             made = record(self.quantity, self.fn, tuple(call), self.backend)
         except Unrecordable as refusal:

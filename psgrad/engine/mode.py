@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..errors import RuleError, name_of, place
+from ..errors import RuleError, home_of, name_of, place
 from ..registry.params import Param, Source
 from ..registry.rule import REDIRECTS, RULES, Entry
 from ..torch_ import levels
@@ -281,7 +281,7 @@ class Mode(TorchFunctionMode):
             use.rule is None and any(p.source is source for p in use.params) for use in self.log
         ):
             param = Param(source.value, source, source.leaf)
-            self.log.append(UseRecord((param,), "fn", "an unknown place", None, "inside another transform"))
+            self.log.append(UseRecord((param,), "fn", home_of(self.problem.fn), None, "inside another transform"))
 
     def unruled(self, func: Any, params: list[Param], reason: str) -> None:
         """Gradients will come for `params`, in ways that are not ours to see."""

@@ -1,7 +1,7 @@
 """The arguments of the public functions: checked, and laid out as a `Problem`."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import repeat
 from operator import attrgetter
 from typing import Any
@@ -181,6 +181,8 @@ def _flat_batch(batch: Any, in_dims: Any) -> tuple[list[Any], list[bool], optree
             remedy = "make it a tensor with one row per sample, or give it in_dims=None: the same for all samples."
             if isinstance(leaf, (DataLoader, Dataset, Iterator)):
                 remedy = "give one of the batches that a DataLoader makes of it, and call once for each."
+            elif isinstance(leaf, Mapping):  # as a tokenizer returns it
+                remedy = f"give dict({name}): dicts are taken apart, and other mappings are not."
             raise ArgumentTypeError(f"{name} is {kind_of(leaf)}, not a tensor\n  {remedy}")
         if not -leaf.dim() <= dim < leaf.dim():
             raise ArgumentError(
