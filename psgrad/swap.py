@@ -21,7 +21,7 @@ from .engine.held import HELD
 from .engine.ladder import callers_level
 from .errors import ArgumentError, UnsupportedOpError
 from .torch_ import levels
-from .torch_.modules import Home, buffers_of, gradient_hooks_of, parameters_of
+from .torch_.modules import Home, buffers_of, children_of, gradient_hooks_of, parameters_of
 
 _LOCKS: "weakref.WeakKeyDictionary[torch.nn.Module, threading.RLock]" = weakref.WeakKeyDictionary()
 _memory_of: Callable[[Tensor], int] = Tensor.data_ptr
@@ -51,6 +51,16 @@ class Slots:
         self.names = [  # a tied parameter has its first name everywhere
             first.setdefault(id(p), f"{path}.{key}" if path else key) for _, key, path, p in slots
         ]
+        parts = [  # modules with parameters of their own or inside
+            (children_of(module), key, f"{path}.{key}" if path else key, child)
+            for path, module in model.named_modules()
+            for key, child in children_of(module).items()
+            if child is not None and next(child.parameters(), None) is not None
+        ]
+        self.part_homes = [home for home, _, _, _ in parts]
+        self.part_keys = [key for _, key, _, _ in parts]
+        self.part_names = [name for _, _, name, _ in parts]
+        self.parts = [child for _, _, _, child in parts]
         self.buffered = [module for module in model.modules() if buffers_of(module)]
         self.caches = [  # what the older weight_norm sets, what recurrent layers keep
             (vars(module), key)
@@ -67,6 +77,16 @@ class Slots:
             if gradient_hooks_of(p):
                 raise _hooked(name)
         return {name: p.detach() for name, p in trainable}
+
+
+    def other_part(self) -> ArgumentError:
+        """What to say where a module with parameters is not where it was."""
+        places = zip(self.part_names, self.part_homes, self.part_keys, self.parts, strict=True)
+        name = next(name for name, home, key, part in places if home.get(key) is not part)
+        return ArgumentError(
+            f"module {name!r} of the model is another than when from_module was called\n"
+            "  its parameters are not those of params: call from_module again."
+        )
 
 
 class Given:
@@ -114,6 +134,9 @@ class Swap:
                 f"parameter {name!r} of the model is another than when from_module was called\n"
                 "  load_state_dict(assign=True) and assignments replace parameters: call from_module again."
             )
+        if not all(map(is_, map(dict.get, slots.part_homes, slots.part_keys), slots.parts)):
+            slots.lock.release()
+            raise slots.other_part()
         held.locks.append(slots.lock)
         held.holdings.append(self)
         self.given = given = list(map(self.params.get, slots.names))

@@ -538,3 +538,22 @@ def test_a_loss_of_ones_own_in_torchs_clothes(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(sys.modules[__name__], "SMOOTHING", 0.5)
     after = psgrad.per_sample_norms(fn, params, batch)
     assert (before != after).all()
+
+
+def test_a_module_that_is_replaced_after_from_module() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0), nn.Sequential(nn.Linear(4, 3)))
+    fn, params = psgrad.from_module(model, F.cross_entropy)
+    batch = torch.randn(5, 4), torch.zeros(5, dtype=torch.long)
+    before = psgrad.per_sample_grads(fn, params, batch)
+    model[1] = nn.Identity()  # has no parameters, and may be another
+    torch.testing.assert_close(psgrad.per_sample_grads(fn, params, batch), before)
+    inner = model[2]
+    assert isinstance(inner, nn.Sequential)
+    inner[0] = nn.Linear(4, 3)
+    with pytest.raises(psgrad.ArgumentError) as caught:
+        psgrad.per_sample_grads(fn, params, batch)
+    assert str(caught.value) == (
+        "module '2.0' of the model is another than when from_module was called\n"
+        "  its parameters are not those of params: call from_module again."
+    )
+    psgrad.per_sample_grads(*psgrad.from_module(model, F.cross_entropy), batch)

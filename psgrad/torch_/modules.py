@@ -21,6 +21,11 @@ def buffers_of(module: torch.nn.Module) -> Home:
     return module._buffers
 
 
+def children_of(module: torch.nn.Module) -> Home:
+    """The module's own modules by name, itself."""
+    return module._modules
+
+
 gradient_hooks_of: Callable[[torch.Tensor], Any] = attrgetter("_backward_hooks")  # registered on a tensor's gradient
 
 
