@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..torch_ import tracing
+from ..torch_.modules import gradient_hooks_of
 from ..torch_.storage import base_of, is_parting
 from . import assumptions, costs
 
@@ -181,7 +182,8 @@ def unfolded(t: Tensor) -> Tensor | None:
         node, below = t.grad_fn, base.grad_fn
         if node is None or below is None or node.next_functions != ((below, base.output_nr),):
             return None
-        if not is_parting(node):  # `fn` may have a hook there, or a Function with a backward of its own
+        # `fn` may have a hook there, or a Function with a backward of its own; fully_shard has hooks on the tensor
+        if not is_parting(node) or gradient_hooks_of(t):
             return None
     n, b, *rest = t.shape
     alike = base.shape == (n * b, *rest) and base.dtype is t.dtype and base.is_contiguous() and t.is_contiguous()
