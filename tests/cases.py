@@ -1472,9 +1472,9 @@ class _Old(torch.autograd.Function):
 
 _SMALL = lambda: torch.tensor([[0.5, 1.5, 2.5], [2.5, 0.5, 0.1], [1.5, 0.2, 0.3], [0.5, 0.1, 0.9]]).to(draw().dtype)
 PROGRAMS = (
-    op("nested-vmap", lambda x, w: torch.vmap(lambda row: F.linear(row, w))(x), "vmap", (2, 3), w=(4, 3)),
+    op("nested-vmap", lambda x, w: torch.vmap(lambda row: F.linear(row, w))(x), "linear", (2, 3), w=(4, 3)),
     op("nested-vmap-over-weight", lambda x, w: torch.vmap(lambda row: row * x)(w), "vmap", (3,), w=(4, 3)),
-    op("inner-grad", _inner_grad, "vmap", (2, 3), w=(4, 3), v=(4,)),
+    op("inner-grad", _inner_grad, {"w": "linear", "v": "matmul"}, (2, 3), w=(4, 3), v=(4,)),
     op("branch-agrees", _if_all, "linear", (3,), w=(2, 3), refused=True),
     op("branches-agree", _if_any, "linear linear", (3,), w=(3, 3), refused=True),
     op("branch-diverges", _if_positive, "linear", (3,), w=(2, 3), v=(2, 3), refused=True, diverges=True),

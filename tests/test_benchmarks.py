@@ -24,7 +24,7 @@ from benchmarks.tasks import QUANTITIES, Task
 
 TINY = ["--only", "mlp-tiny", "--rounds", "1"]
 NORMS = [*TINY, "--quantity", "norms", "--peers", "psgrad"]
-OTHERS = ("opacus", "backpack", "jax")
+OTHERS = ("opacus", "backpack", "jax", "jax_privacy")
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
 
 

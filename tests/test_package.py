@@ -61,7 +61,7 @@ def test_the_demo_shows_what_it_says(capsys: pytest.CaptureFixture[str], monkeyp
     assert len(accuracies) == 2
     assert accuracies[-1] > 80
     assert "One digit moves the sum by 1 at most" in trained
-    assert len(re.findall(r"a \d, seen as \d", surprises)) == 10
+    assert len(re.findall(r"an? \d, seen as \d", surprises)) == 10
     norms = [float(found) for found in re.findall(r"  norm (\d+\.\d)", surprises)]
     assert len(norms) == 10
     assert norms == sorted(norms, reverse=True)

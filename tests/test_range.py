@@ -172,7 +172,7 @@ def test_the_kinds_take_the_ways_they_are_named_for(monkeypatch: pytest.MonkeyPa
     for kind in FACTORS:
         rooted.clear()
         _made(kind, torch.float32, "g")[0].norms()
-        assert bool(rooted) == (kind in GRAM | {"outer-heads", "tied"}), kind
+        assert bool(rooted) == (kind in GRAM | {"outer-heads", "tied", "matrices-gram"}), kind
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
