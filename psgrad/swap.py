@@ -78,7 +78,6 @@ class Slots:
                 raise _hooked(name)
         return {name: p.detach() for name, p in trainable}
 
-
     def other_part(self) -> ArgumentError:
         """What to say where a module with parameters is not where it was."""
         places = zip(self.part_names, self.part_homes, self.part_keys, self.parts, strict=True)
