@@ -7,8 +7,10 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import types
 import warnings
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -1090,6 +1092,144 @@ def test_state_in_every_place_that_fn_reads(monkeypatch: pytest.MonkeyPatch) -> 
     assert not torch.allclose(step(params, (x, x)), before)
 
 
+class _Inheriting(_Holder):
+    pass
+
+
+class _Scaler:
+    def __call__(self, y: Tensor) -> Tensor:
+        return y * FACTOR
+
+
+class _Scaling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        return y * FACTOR
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+        return cotangent * FACTOR
+
+
+def _importing(w: Tensor, x: Tensor) -> Tensor:
+    from imported_late import k  # type: ignore[import-not-found]
+
+    return (w * x).sum() ** 2 * k
+
+
+@pytest.mark.filterwarnings("ignore:psgrad runs a part of fn in a loop")
+def test_state_in_places_that_are_hard_to_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queues, and numbers in them that die; imports while fn runs; classes that fn makes objects of, and what these
+    inherit; names that are words; attributes of tensors; distributions."""
+    queue, nested, t = deque([float("2")]), deque([{"k": 2.0}]), torch.ones((), dtype=D)
+    normal = torch.distributions.Normal(torch.zeros((), dtype=D), torch.ones((), dtype=D))
+    t.k = 2.0  # type: ignore[attr-defined]
+    module = types.ModuleType("imported_late")
+    module.k = 2.0  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "imported_late", module)
+
+    def another_number() -> None:
+        queue.pop()
+        queue.append(float("3"))  # where the other one was
+
+    places: list[tuple[Any, Callable[[], None]]] = [
+        (lambda w, x: (w * x).sum() ** 2 * queue[0], another_number),
+        (lambda w, x: (w * x).sum() ** 2 * nested[0]["k"], lambda: nested[0].update(k=3.0)),
+        (_importing, lambda: setattr(module, "k", 3.0)),
+        (_importing, lambda: monkeypatch.setitem(sys.modules, "imported_late", types.SimpleNamespace(k=4.0))),
+        (lambda w, x: _Scaler()((w * x).sum() ** 2), lambda: monkeypatch.setitem(globals(), "FACTOR", 3.0)),
+        (lambda w, x: _Scaling.apply((w * x).sum() ** 2), lambda: monkeypatch.setitem(globals(), "FACTOR", 4.0)),
+        (lambda w, x: (w * x).sum() ** 2 * _Inheriting.k, lambda: monkeypatch.setattr(_Holder, "k", 3.0)),
+        (lambda w, x: (w * x).sum() ** 2 * getattr(_Holder, "k"), lambda: monkeypatch.setattr(_Holder, "k", 4.0)),  # noqa: B009
+        (lambda w, x: (w * x * t).sum() ** 2 * t.k, lambda: setattr(t, "k", 3.0)),
+        (lambda w, x: normal.log_prob((w * x).sum()), lambda: setattr(normal, "scale", 3 * t)),
+    ]
+    w, x = torch.randn(3, dtype=D), torch.randn(N, 3, dtype=D)
+    for fn, change in places:
+        step = compiled_norms(fn)
+        before = step(w, x)
+        change()
+        check(step, w, x)
+        assert not torch.allclose(step(w, x), before)
+        assert step.cache_info()[:3] == (3, 0, 2)
+
+
+def test_what_a_thread_has_for_itself() -> None:
+    own, found = threading.local(), []
+    own.k = 2.0
+    step = compiled_norms(lambda w, x: (w * x).sum() ** 2 * own.k)
+    w, x = torch.randn(3, dtype=D), torch.randn(N, 3, dtype=D)
+    before = step(w, x)
+
+    def other() -> None:
+        own.k = 3.0
+        found.append(step(w, x))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert_same(found[0], before * 1.5)
+    assert_same(step(w, x), before)
+
+
+def test_a_variable_that_loses_its_value() -> None:
+    def made() -> tuple[Any, Any]:
+        scale = 2.0
+
+        def fn(w: Tensor, x: Tensor) -> Tensor:
+            try:
+                return (w * x).sum() * scale
+            except NameError:
+                return (w * x).sum()
+
+        def drop() -> None:
+            nonlocal scale
+            del scale
+
+        return fn, drop
+
+    fn, drop = made()
+    step, w, x = compiled_norms(fn), torch.randn(3, dtype=D), torch.randn(4, 3, dtype=D)
+    check(step, w, x)
+    drop()
+    check(step, w, x)
+    assert step.cache_info()[:3] == (2, 0, 2)
+
+
+@pytest.mark.filterwarnings("ignore::psgrad.FallbackWarning")
+def test_a_closed_over_tensor_that_is_written_to_by_name_is_not_recorded() -> None:
+    buffer = torch.zeros(3, dtype=D)
+    step = compiled_norms(lambda w, x: (w * x * torch.add(buffer, 1, out=buffer)).sum())
+    step(torch.ones(3, dtype=D), torch.ones(N, 3, dtype=D))
+    assert step.cache_info()[:3] == (0, 1, 0)
+
+
+def test_negated_views_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled code would read their memory, where the numbers have another sign."""
+    monkeypatch.setattr(graphs, "missing_compiler", lambda: None)
+    monkeypatch.setattr(graphs, "compile_graph", lambda graph, *_: graphs.replay(graph))
+    step = psgrad.compile(psgrad.per_sample_norms, lambda w, x: (w * x).sum() ** 2, backend="inductor")
+    w, z = torch.randn(3, dtype=D), torch.randn(N, 3, dtype=torch.complex128)
+    for x in (z.imag, z.conj().imag):
+        check(step, w, x)
+    assert step.cache_info()[:4] == (2, 0, 2, ("inductor", "replay"))
+
+
+def test_weighing_that_fails_draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        torch.rand(3)
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(recording, "_ready", fail)
+    step = compiled_norms(lambda w, x: F.dropout(w * x).sum() ** 2)
+    w, x = torch.randn(3, dtype=D), torch.randn(N, 3, dtype=D)
+    torch.manual_seed(0)
+    with pytest.warns(psgrad.FallbackWarning, match="RuntimeError: no"):
+        found = step(w, x)
+    torch.manual_seed(0)
+    assert_same(found, psgrad.per_sample_norms(step.fn, w, x))
+
+
 READERS: dict[str, Callable[..., Tensor]] = {
     "numpy": lambda y, t: y * float(t.numpy()),
     "full": lambda y, t: y * torch.full((1,), t)[0],
@@ -1279,6 +1419,9 @@ def test_too_many_arguments_are_refused() -> None:
         compiled_norms(fn)(params, batch_of(N), True)
     with pytest.raises(TypeError, match="positional argument"):
         psgrad.compile(psgrad.clipped_grad, fn, backend="replay")(params, batch_of(N), 1.0, None)
+    ones = torch.ones(N)
+    with pytest.raises(TypeError, match="multiple values"):
+        psgrad.compile(psgrad.weighted_grad, fn, backend="replay")(params, batch_of(N), ones, weights=2 * ones)
 
 
 def test_what_weights_close_over_is_read_anew_in_one_graph() -> None:

@@ -249,7 +249,8 @@ class Compiled:
                 raise ArgumentTypeError(
                     "params is fn, which psgrad.compile was given already\n  call it with (params, batch)."
                 )
-            if len(args) > len(self._names):  # Python's own words for it
+            if len(args) > len(self._names) or not kwargs.keys().isdisjoint(self._names[: len(args)]):
+                # Python's own words for it.
                 return self.quantity(self.fn, params, batch, *args, **kwargs)
             more = dict(zip(self._names, args, strict=False)) | kwargs
             options = {**options, **more}

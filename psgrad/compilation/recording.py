@@ -79,6 +79,11 @@ facts_of: Callable[[Tensor], Any] = attrgetter("shape", "dtype", "device")
 stride_of: Callable[[Tensor], Any] = methodcaller("stride")
 
 
+def is_lazy(t: Tensor) -> bool:
+    """Whether a tensor's numbers are not what is in its memory: they are conjugated or negated when they are read."""
+    return t.is_neg() or t.is_conj()
+
+
 def record(quantity: Callable[..., Any], fn: Any, call: tuple[Any, ...], backend: Backend) -> Recording:
     """The ops of `quantity(fn, params, batch, **options)`, as a graph of the tensors among these.
 
@@ -120,8 +125,10 @@ def record(quantity: Callable[..., Any], fn: Any, call: tuple[Any, ...], backend
         params, batch, options = call
         eagerly = partial(quantity, fn, params, batch, **options)
         is_bounded = options.get("max_bytes") is not None
-        runner, used = _ready(graph, [*tensors, *met], backend, draws, eagerly, is_bounded)
-        rewind(draws)
+        try:
+            runner, used = _ready(graph, [*tensors, *met], backend, draws, eagerly, is_bounded)
+        finally:
+            rewind(draws)
     out_spec, out_leaves, assumes = shape
     made = Recording(runner, used, met, out_spec, out_leaves)
     made.assumes, made.ops, made.seconds = assumes, ops, time.perf_counter() - started
@@ -155,7 +162,8 @@ def _ready(
 ) -> tuple[graphs.Runner, str]:
     """A graph by a backend, and which it is; "eager" where the eager call is faster than any."""
     large = len(graph.graph.nodes) > LARGE
-    can_compile = not large and (backend == "inductor" or graphs.missing_compiler() is None)
+    lazy = any(map(is_lazy, tensors))  # compiled code reads memory as it is
+    can_compile = not large and not lazy and (backend == "inductor" or graphs.missing_compiler() is None)
     runners: dict[str, graphs.Runner] = {}
     if backend != "replay" and can_compile:
         warm = not is_bounded and graphs.largest(graph) >= warm_memory.LEAST

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..engine.trees import flatten
-from .recording import facts_of, stride_of
+from .recording import facts_of, is_lazy, stride_of
 
 _TENSORS = {Tensor}
 _NUMBERS_AND_WORDS = {bool, int, float, str, type(None)}
@@ -58,7 +58,7 @@ def plain(options: dict[str, Any]) -> Any:
 
 def signature_of(tensors: list[Tensor], structure: tuple[Any, ...], settings: tuple[Any, ...]) -> tuple[Any, ...]:
     """What a graph takes for granted of the arguments of a call, and of torch's settings."""
-    return (structure, *map(facts_of, tensors), *map(stride_of, tensors), settings)
+    return (structure, *map(facts_of, tensors), *map(stride_of, tensors), tuple(map(is_lazy, tensors)), settings)
 
 
 def but_for_size(key: tuple[Any, ...], n: int, own: int) -> Any:

@@ -10,10 +10,11 @@ import functools
 import io
 import random
 import sys
+import threading
 import types
 from array import array
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter, eq, is_
 from typing import Any
 
@@ -35,6 +36,10 @@ _LIBRARIES = (
 _LONG = 1024  # a list with more items is data
 _MANY = 4096  # places outside of models; what has more is a library of its own
 
+# What is called by whoever makes and calls an object, or by autograd, without being named.
+_UNMENTIONED = ("__new__", "__init__", "__post_init__", "__call__", "__enter__", "__exit__", "__getattr__")
+_UNMENTIONED += ("__getitem__", "forward", "setup_context", "backward", "jvp", "vmap")
+
 _contents = attrgetter("cell_contents")
 _member = types.MappingProxyType.get
 
@@ -50,7 +55,7 @@ class Surroundings:
         self.cells: list[types.CellType] = []
         self.contents: list[Any] = []
         self.vacant: list[types.CellType] = []  # of variables that have no value yet
-        self.lists: list[list[Any]] = []
+        self.lists: list[Sequence[Any]] = []  # and queues
         self.copies: list[list[Any]] = []
         self.classes: list[types.MappingProxyType[str, Any]] = []  # what they hold
         self.members: list[str] = []
@@ -61,12 +66,12 @@ class Surroundings:
         self.sized: list[Mapping[Any, Any]] = []
         self.sets: list[set[Any]] = []
         self.elements: list[frozenset[Any]] = []
-        self.frozen: list[tuple[Any, Any]] = []  # queues and small arrays, and what was in them
+        self.frozen: list[tuple[Any, Any]] = []  # small arrays, and what was in them
         self.refusal: str | None = None  # why a function that reads this cannot be recorded
-        self._read: set[str] = set()  # names that some function's code mentions
+        self._read = set(_UNMENTIONED)  # names that some function's code mentions, or need not
         self._seen: set[int] = set()
         self._known: set[tuple[int, str]] = set()  # attributes that have a place
-        self._spaces: dict[int, Any] = {}  # modules of Python and classes that were met
+        self._spaces: dict[int, Any] = {}  # modules of Python, classes, and tensors with attributes that were met
         self._found: deque[torch.nn.Module] = deque()
         self._others: deque[Any] = deque()
         self._look(fn)
@@ -75,6 +80,12 @@ class Surroundings:
 
     def are_same(self) -> bool:
         """Whether every place holds what it held; numbers and words count as the same where they are equal."""
+        try:
+            return self._are_identical() or self.changed() is None
+        except ValueError:  # a variable has lost its value
+            return False
+
+    def _are_identical(self) -> bool:
         return (
             all(map(is_, map(dict.get, self.dicts, self.keys), self.items))
             and all(map(is_, map(_contents, self.cells), self.contents))
@@ -85,7 +96,7 @@ class Surroundings:
             and not (self.lists and self._changed_list())
             and all(map(eq, self.sets, self.elements))
             and not (self.frozen and self._thawed())
-        ) or self.changed() is None
+        )
 
     def changed(self) -> str | None:
         """The name of a place that holds something else now."""
@@ -94,7 +105,7 @@ class Surroundings:
                 return repr(key)
             self.items[i] = now  # perhaps an equal number, made anew
         for i, (cell, before) in enumerate(zip(self.cells, self.contents, strict=True)):
-            if not _is_same(now := _contents(cell), before):
+            if not _is_same(now := _contents(cell) if _has_contents(cell) else _NOTHING, before):
                 return f"a variable of type {type(now).__name__} that it closes over"
             self.contents[i] = now
         if any(map(_has_contents, self.vacant)):
@@ -114,11 +125,11 @@ class Surroundings:
         return "a list" if self._changed_list() else None
 
     def _thawed(self) -> bool:
-        """Whether a queue or an array has other contents."""
+        """Whether an array has other contents."""
         return any(_contents_of(value) != before for value, before in self.frozen)
 
     def _changed_list(self) -> bool:
-        """Whether a list has other items."""
+        """Whether a list or a queue has other items."""
         return any(
             len(now) != len(before) or not all(map(_is_same, now, before))
             for now, before in zip(self.lists, self.copies, strict=True)
@@ -149,7 +160,9 @@ class Surroundings:
 
     def _look(self, value: Any) -> None:
         """Have the places inside `value` found, in its turn: what is near comes before what is far."""
-        if not isinstance(value, _STOPS) and id(value) not in self._seen:
+        if isinstance(value, Tensor) and vars(value):
+            self._spaces[id(value)] = value
+        elif not isinstance(value, _STOPS) and id(value) not in self._seen:
             self._seen.add(id(value))
             (self._found if isinstance(value, torch.nn.Module) else self._others).append(value)
 
@@ -186,14 +199,16 @@ class Surroundings:
             self.sized.append(value)
             for key, item in list(value.items()):
                 self._place(value, key, item)
-        elif isinstance(value, list) and len(value) <= _LONG:
+        elif isinstance(value, (list, deque)) and len(value) <= _LONG:
             self.lists.append(value)
             self.copies.append(list(value))
             self._look_at_all(value)
         elif isinstance(value, (tuple, frozenset)):
             self._look_at_all(value)
-        elif isinstance(value, (type, types.ModuleType)):
-            if not _is_fixed(value.__name__ if isinstance(value, types.ModuleType) else value.__module__):
+        elif isinstance(value, type):
+            self._spaces.update((id(each), each) for each in value.__mro__ if not _is_fixed(each.__module__))
+        elif isinstance(value, types.ModuleType):
+            if not _is_fixed(value.__name__):
                 self._spaces[id(value)] = value
         else:
             self._look_at_object(value)
@@ -222,9 +237,11 @@ class Surroundings:
         scope = function.__globals__
         for name in dict.fromkeys(_names(function.__code__)):  # what is not there may come, in front of a builtin too
             self._place(scope, name, scope.get(name))
+        for name in dict.fromkeys(_imported(function.__code__, scope.get("__package__") or "")):
+            self._place(sys.modules, name, sys.modules.get(name))
 
     def _look_at_namespaces(self) -> None:
-        """What modules of Python, and classes, have under names that some function mentions."""
+        """What modules of Python, classes and tensors have under names that some function mentions."""
         for home in list(self._spaces.values()):
             for name in sorted(self._read & vars(home).keys()):
                 self._attribute(home, name)
@@ -261,11 +278,16 @@ class Surroundings:
         elif isinstance(value, set):
             self.sets.append(value)
             self.elements.append(frozenset(value))
+            self._look_at_all(value)
+        elif isinstance(value, threading.local):  # whoever asks later may be another thread
+            for name in list(vars(value)):
+                self._attribute(value, name)
+            self._look_at_class(type(value))
         elif _contents_of(value) is not _NOTHING:
             self.frozen.append((value, _contents_of(value)))
         elif type(value).__module__ == "functools":  # a function behind a cache
             self._look(getattr(value, "__wrapped__", None))
-        elif not _is_fixed(type(value).__module__):
+        elif not _is_fixed(type(value).__module__) or isinstance(value, torch.distributions.Distribution):
             home = getattr(value, "__dict__", {})
             home = home if isinstance(home, dict) else {}
             if home:
@@ -300,9 +322,7 @@ def _slots(kind: type) -> Any:
 
 
 def _contents_of(value: Any) -> Any:
-    """What is in a queue or a small array, to be compared; `_NOTHING` for others."""
-    if isinstance(value, deque):
-        return tuple(map(id, value))
+    """What is in a small array, to be compared; `_NOTHING` for others."""
     if isinstance(value, (bytearray, array)):
         return bytes(value)
     numpy = sys.modules.get("numpy")
@@ -334,11 +354,14 @@ def _is_fixed(module: str | None) -> bool:
 
 
 def _mentioned(code: types.CodeType) -> Iterator[str]:
-    """All names that a function's code, or that of a function inside it, mentions: globals and attributes."""
+    """All names that a function's code, or that of a function inside it, mentions: globals and attributes, and words
+    that may be given to getattr."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _mentioned(constant)
+        elif isinstance(constant, str):
+            yield constant
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
@@ -347,3 +370,15 @@ def _names(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names(constant)
+
+
+def _imported(code: types.CodeType, package: str) -> Iterator[str]:
+    """The modules of Python that a function's code, or that of a function inside it, may import when it runs."""
+    parts = package.split(".")
+    above = [".".join(parts[:i]) for i in range(len(parts) + 1)]  # how far up the dots of an import lead is not asked
+    for name in [step.argval for step in dis.get_instructions(code) if step.opname == "IMPORT_NAME"]:
+        names = [f"{home}.{name}".strip(".") for home in above] + [name.partition(".")[0]]  # `import a.b` gives a
+        yield from [each for each in names if each and not _is_fixed(each)]
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _imported(constant, package)

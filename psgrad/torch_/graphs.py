@@ -69,8 +69,10 @@ def _what_is_fixed(graph: Graph, met: set[torch.fx.Node]) -> str | None:
             return f"the sizes that {node.target.name()} gives depend on values"
         schema = node.target._schema
         for i, argument in enumerate(schema.arguments):
-            written = argument.alias_info is not None and argument.alias_info.is_write and i < len(node.args)
-            if written and _root(node.args[i]) in met:
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            written = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            if any(_root(each) in met for each in (written if isinstance(written, (list, tuple)) else [written])):
                 return f"{node.target.name()} writes to a tensor that fn closes over"
     return None
 
