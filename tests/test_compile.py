@@ -1215,6 +1215,42 @@ def test_negated_views_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None
     assert step.cache_info()[:4] == (2, 0, 2, ("inductor", "replay"))
 
 
+@pytest.mark.filterwarnings("ignore:psgrad runs a part of fn in a loop", "ignore:Converting a tensor")
+def test_a_number_that_is_asked_for_where_no_mode_sees_it() -> None:
+    t = torch.tensor(2.0, dtype=D)
+
+    class Scaling(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, y: Tensor) -> Tensor:
+            return y * float(t)
+
+        @staticmethod
+        def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+            return cotangent * float(t)
+
+    for fn in (
+        lambda w, x: Scaling.apply((w * x).sum() ** 2),
+        lambda w, x: (w * x).sum() * torch.func.grad(lambda t: t**2 * float(t))(t),
+    ):
+        step, w, x = compiled_norms(fn), torch.randn(3, dtype=D), torch.randn(N, 3, dtype=D)
+        for value, hits in ((2.0, 1), (2.0, 2), (3.0, 2), (2.0, 3)):
+            t.fill_(value)
+            check(step, w, x)
+            assert step.cache_info().hits == hits
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_modules_of_torch_jit_are_not_recorded() -> None:
+    model = torch.jit.script(nn.BatchNorm1d(3).double().eval())
+    step = compiled_norms(lambda w, x: (w * model(x[None])[0]).sum())
+    w, x = torch.randn(3, dtype=D), torch.randn(N, 3, dtype=D)
+    with pytest.warns(psgrad.FallbackWarning, match="torch.jit"):
+        check(step, w, x)
+    model.running_mean = torch.ones(3, dtype=D)
+    check(step, w, x)
+    assert step.cache_info()[:3] == (0, 2, 0)
+
+
 def test_weighing_that_fails_draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> Any:
         torch.rand(3)

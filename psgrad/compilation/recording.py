@@ -15,6 +15,7 @@ import optree
 import torch
 from torch import Tensor
 
+from ..engine.answers import number_of
 from ..engine.problem import generators, rewind
 from ..engine.signals import Unrecordable
 from ..factors import assumptions, warm_memory
@@ -112,7 +113,7 @@ def record(quantity: Callable[..., Any], fn: Any, call: tuple[Any, ...], backend
     with _Notice(f"psgrad.compile: {quantity.__name__}, recording and compiling"):
         draws, foreign = generators(tensors), _foreign_generators()
         try:
-            graph, met, why = graphs.record(flat, tensors)
+            graph, met, why = graphs.record(flat, tensors, number_of)
             after = generators(tensors)
             has_drawn = not all(torch.equal(state, after[device]) for device, state in draws.items())
         finally:

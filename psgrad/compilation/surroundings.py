@@ -247,6 +247,8 @@ class Surroundings:
                 self._attribute(home, name)
 
     def _look_at_module(self, module: torch.nn.Module) -> None:
+        if isinstance(module, torch.jit.ScriptModule):
+            self.refusal = f"fn reads a {type(module).__name__} of torch.jit, whose flags and buffers nobody sees"
         home = vars(module)
         self.sized.append(home)  # what an instance gets hides what its class has
         self._look_at_all(HOOKS_OF_ALL_MODULES)

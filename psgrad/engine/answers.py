@@ -49,6 +49,14 @@ def answer_for_all(call: "TorchCall") -> Any:
     return found
 
 
+def number_of(t: Tensor) -> Any:
+    """The same where no mode sees who asks: inside a Function of autograd, say."""
+    with tracing.unrecorded():
+        found, value = t.item(), t.clone()
+    _assume(Tensor.item, t, found, value)
+    return found
+
+
 def _assume(func: Any, t: Tensor, found: Any, value: Tensor) -> None:
     """That `t` will have the same answer, `found`, or the same `value`."""
     if func in _TRUTHS:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._C._dynamo import guards
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from . import versions
+from . import tracing, versions
 
 Graph = torch.fx.GraphModule
 Runner = Callable[..., Sequence[Tensor]]  # a graph at work: tensors in, tensors out
@@ -29,16 +29,22 @@ _FOR_THE_TRACER: dict[Any, Callable[..., Any]] = {torch.ops.aten._efficientzerot
 
 
 def record(
-    function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]
+    function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor], number_of: Callable[[Tensor], Any]
 ) -> tuple[Graph, list[Tensor], str | None]:
     """The ops of `function(*inputs)` as a graph, in their order; the other tensors that it met; and why it is good for
     the recorded values alone, if it is.
 
     The graph takes these behind its inputs: whoever runs it says what they are by then. Had they stayed in it, a
-    compiler would take their numbers for granted.
+    compiler would take their numbers for granted. The tracer would, too, where Python asks one of them for its number:
+    `number_of` answers.
     """
+
+    def answer(t: Tensor) -> Any:
+        return NotImplemented if tracing.has_proxy(t) else number_of(t)
+
     own = [t.detach() for t in inputs]  # one tensor given twice would be one input
-    graph = make_fx(function, decomposition_table=_FOR_THE_TRACER)(*own)
+    table = {**_FOR_THE_TRACER, torch.ops.aten._local_scalar_dense.default: answer}
+    graph = make_fx(function, decomposition_table=table)(*own)
     met: dict[int, tuple[Tensor, torch.fx.Node]] = {}
     last = [node for node in graph.graph.nodes if node.op == "placeholder"][-1]
     for node in list(graph.graph.nodes):

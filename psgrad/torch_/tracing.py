@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import (
 from torch._subclasses.fake_tensor import (
     FakeTensorMode as FakeTensorMode,
 )
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, has_proxy_slot
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -51,6 +51,11 @@ def is_captured() -> bool:
 def is_recorded() -> bool:
     """Whether ops are being recorded, as by make_fx: then we may not branch on values."""
     return torch._C._get_dispatch_mode(_PROXY) is not None or _thread.captured > 0
+
+
+def has_proxy(t: Tensor) -> bool:
+    """Whether `t` is a part of what is being recorded, and not a tensor from elsewhere."""
+    return has_proxy_slot(t, torch._C._get_dispatch_mode(_PROXY).tracer)  # type: ignore[no-any-return]
 
 
 def unrecorded() -> AbstractContextManager[Any]:

@@ -16,6 +16,7 @@ PRIVATE: Mapping[str, str] = {  # names by their module; of alternatives (a|b) o
         "Tensor._backward_hooks Tensor._base Tensor._is_view Tensor._version UntypedStorage._cdata "
         "_assert_async _nested_tensor_from_mask_left_aligned "
         "_pack_padded_sequence _pad_packed_sequence ops.aten._efficientzerotensor ops.aten._fused_rms_norm "
+        "ops.aten._local_scalar_dense "
         "ops.aten._prelu_kernel_backward ops.aten._scaled_dot_product_attention_math"
     ),
     "torch._C": (
@@ -43,7 +44,7 @@ PRIVATE: Mapping[str, str] = {  # names by their module; of alternatives (a|b) o
     "torch.autograd": "Variable._execution_engine.run_backward",
     "torch.autograd.forward_ad": "_set_fwd_grad_enabled",
     "torch.autograd.function": "_SingleLevelFunction",
-    "torch.fx.experimental.proxy_tensor": "disable_proxy_modes_tracing",
+    "torch.fx.experimental.proxy_tensor": "disable_proxy_modes_tracing has_proxy_slot",
     "torch.nn.modules.module": (
         "_global_backward_hooks _global_backward_pre_hooks _global_forward_hooks _global_forward_pre_hooks"
     ),
