@@ -6,6 +6,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -52,7 +53,9 @@ def run(
             ours, theirs = _FORK.Pipe(duplex=False)
             store = str(Path(home) / "store")
             child = _FORK.Process(target=_child, args=(case, rank, size, store, args, timeout, theirs), daemon=True)
-            child.start()
+            with warnings.catch_warnings():  # JAX's, where another test has loaded it; no child uses it
+                warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
+                child.start()
             theirs.close()
             children.append(child)
             pipes.append(ours)
