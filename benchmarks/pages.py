@@ -76,10 +76,12 @@ def time(ratios: Ratios) -> str:
 
 def compiled(ratios: Ratios) -> str:
     """Times of compiled contenders."""
-    columns = [("grads", "batch compiled"), ("grads", "compiled vmap(grad)")]
-    columns += [(quantity, who) for quantity in ("grads", "norms", "clipped") for who in ("JAX", "psgrad compiled")]
-    head = ["workload", "N", "batch compiled", "gradients: compiled `vmap(grad)`", "JAX", "psgrad compiled"]
-    head += ["norms: JAX", "psgrad compiled", "clipped sum: JAX", "psgrad compiled"]
+    columns = [("grads", "batch compiled"), ("grads", "compiled vmap(grad)"), ("grads", "psgrad compiled")]
+    columns += [
+        (quantity, who) for quantity in ("norms", "clipped") for who in ("compiled vmap(grad)", "psgrad compiled")
+    ]
+    head = ["workload", "N", "batch gradient", "gradients: `vmap(grad)`", "psgrad", "norms: `vmap(grad)`", "psgrad"]
+    head += ["clipped sum: `vmap(grad)`", "psgrad"]
     return table(head, times(ratios, {name: f"{name}: {MODELS[name]}" for name in COMPILED}, columns))
 
 
