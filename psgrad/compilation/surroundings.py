@@ -37,8 +37,8 @@ _LONG = 1024  # a list with more items is data
 _MANY = 4096  # places outside of models; what has more is a library of its own
 
 # What is called by whoever makes and calls an object, or by autograd, without being named.
-_UNMENTIONED = ("__new__", "__init__", "__post_init__", "__call__", "__enter__", "__exit__", "__getattr__")
-_UNMENTIONED += ("__getitem__", "forward", "setup_context", "backward", "jvp", "vmap")
+_UNMENTIONED = {"__new__", "__init__", "__post_init__", "__call__", "__enter__", "__exit__", "__getattr__"}
+_UNMENTIONED |= {"__getitem__", "forward", "setup_context", "backward", "jvp", "vmap"}
 
 _contents = attrgetter("cell_contents")
 _member = types.MappingProxyType.get

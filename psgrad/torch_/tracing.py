@@ -55,7 +55,7 @@ def is_recorded() -> bool:
 
 def has_proxy(t: Tensor) -> bool:
     """Whether `t` is a part of what is being recorded, and not a tensor from elsewhere."""
-    return has_proxy_slot(t, torch._C._get_dispatch_mode(_PROXY).tracer)  # type: ignore[no-any-return]
+    return has_proxy_slot(t, torch._C._get_dispatch_mode(_PROXY).tracer)
 
 
 def unrecorded() -> AbstractContextManager[Any]:
