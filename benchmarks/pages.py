@@ -33,7 +33,6 @@ MODELS = {
     "gpt2-small": "GPT-2 small, 124 million parameters, length 256",
 }
 SHORT = ("mlp-tiny", "mlp", "resnet", "gpt", "lstm")  # in the README
-COMPILED = ("mlp-tiny", "conv1d", "gpt")  # beside others that compile, which takes them minutes
 WORDS = {"grads": "gradients", "norms": "norms", "clipped": "clipped sums", "gram": "inner products"}
 
 Key = tuple[str, str, str, str]  # kind, quantity, workload, contender
@@ -72,17 +71,6 @@ def time(ratios: Ratios) -> str:
     columns += [("norms", "psgrad"), ("clipped", "psgrad")]
     head = ["workload", "N", "gradients: `vmap(grad)`", "psgrad", "with `out=`", "norms: psgrad", "clipped sum: psgrad"]
     return table(head, times(ratios, {name: f"{name}: {MODELS[name]}" for name in WORKLOADS}, columns))
-
-
-def compiled(ratios: Ratios) -> str:
-    """Times of compiled contenders."""
-    columns = [("grads", "batch compiled"), ("grads", "compiled vmap(grad)"), ("grads", "psgrad compiled")]
-    columns += [
-        (quantity, who) for quantity in ("norms", "clipped") for who in ("compiled vmap(grad)", "psgrad compiled")
-    ]
-    head = ["workload", "N", "batch gradient", "gradients: `vmap(grad)`", "psgrad", "norms: `vmap(grad)`", "psgrad"]
-    head += ["clipped sum: `vmap(grad)`", "psgrad"]
-    return table(head, times(ratios, {name: f"{name}: {MODELS[name]}" for name in COMPILED}, columns))
 
 
 def times(ratios: Ratios, names: Mapping[str, str], columns: Iterable[tuple[str, str]]) -> list[list[str]]:
@@ -143,7 +131,6 @@ def large(ratios: Ratios) -> str:
 BLOCKS: dict[str, Callable[[Ratios], str]] = {
     "speed": speed,
     "time": time,
-    "compiled": compiled,
     "ahead": ahead,
     "ahead-in-words": in_words,
     "memory": memory,
