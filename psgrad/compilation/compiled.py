@@ -250,8 +250,7 @@ class Compiled:
                     "params is fn, which psgrad.compile was given already\n  call it with (params, batch)."
                 )
             if len(args) > len(self._names) or not kwargs.keys().isdisjoint(self._names[: len(args)]):
-                # Python's own words for it.
-                return self.quantity(self.fn, params, batch, *args, **kwargs)
+                return self.quantity(self.fn, params, batch, *args, **kwargs)  # Python's own words for it
             more = dict(zip(self._names, args, strict=False)) | kwargs
             options = {**options, **more}
             if functions_among(more):  # what they read is not watched
