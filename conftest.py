@@ -24,7 +24,7 @@ torch.set_num_threads(1)  # tests are small and run in parallel processes
 
 
 def pytest_collection_finish() -> None:
-    """The tests themselves stay, so the garbage collector need not look at them, which took it a tenth of a second."""
+    """The tests themselves stay, so the garbage collector need not look at them: tests that call it often were slow."""
     gc.collect()
     gc.freeze()
 
