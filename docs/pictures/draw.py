@@ -148,7 +148,7 @@ def call(s: Sheet) -> None:
 
 
 def factors(s: Sheet) -> None:
-    """The four leaves."""
+    """The leaves, but for `Matrices`: the outer products of `Outer` at the places of `Rows`."""
     columns = (20, 205, 390, 575)
     heads = (
         ("Outer", "linear, matmul, LSTM"),
@@ -362,7 +362,7 @@ def noise(s: Sheet) -> None:
 
 PICTURES: dict[str, tuple[Callable[[Sheet], None], int, int, str]] = {
     "call": (call, 740, 262, "A batch of N samples and one set of parameters give N losses and N gradients"),
-    "factors": (factors, 765, 260, "The four kinds of factor: Outer, Rows, Patches, Dense"),
+    "factors": (factors, 765, 260, "Four kinds of factor: Outer, Rows, Patches, Dense"),
     "ladder": (ladder, 748, 278, "The ladder: a rule, plain vmap, a loop for one op, a loop for the call"),
     "plan": (plan, 740, 186, "The plan: the number of samples whose rehearsal stays under max_bytes"),
     "one_call": (one_call, 740, 474, "One call: a watched forward, one backward, factors, an answer"),
