@@ -49,11 +49,15 @@ def test_there_are_notebooks() -> None:
     assert NOTEBOOKS
 
 
+# Bars of progress=True; and what torch's builds for GPUs say on a machine that has nvcc and no GPU.
+_ALLOWED = re.compile(r"^psgrad\.\w+: +\d|No CUDA runtime is found")
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(path: Path) -> None:
     printed = [out.text for out in outputs(execute(path)) if out.output_type == "stream" and out.name == "stderr"]
     lines = [line for text in printed for line in re.split(r"[\r\n]+", text) if line.strip()]
-    assert [line for line in lines if not re.match(r"psgrad\.\w+: +\d", line)] == []  # but bars of progress=True
+    assert [line for line in lines if not _ALLOWED.search(line)] == []
 
 
 def test_a_long_cell_shows_its_progress() -> None:
