@@ -96,3 +96,21 @@ class Traffic(TorchDispatchMode):
                 tensors = [t for t in optree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
                 self.bytes[kind] += max(t.nbytes for t in tensors)
         return func(*args, **(kwargs or {}))
+
+
+class RaisesInBackward(torch.autograd.Function):
+    """The identity, until its backward."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no way back")

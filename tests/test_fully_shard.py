@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import psgrad
 
-from .processes import Traffic, run
+from .processes import RaisesInBackward, Traffic, run
 from .test_processes import assert_close, part
 
 if dist.is_available():
@@ -288,22 +288,6 @@ def test_no_more_is_gathered_than_by_an_ordinary_step() -> None:
 # ---- errors ------------------------------------------------------------------------------------------------
 
 
-class _RaisesInBackward(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        raise RuntimeError("no way back")
-
-
 def _failing(rank: int, size: int, what: str, first: bool) -> Any:
     model, batch = sharded("", (size,))
     fn, params = psgrad.from_module(model, tokens_loss)
@@ -318,7 +302,7 @@ def _failing(rank: int, size: int, what: str, first: bool) -> Any:
         if what == "forward":
             raise RuntimeError("no way on")
         if what == "backward":
-            return _RaisesInBackward.apply(output)
+            return RaisesInBackward.apply(output)
         return output * torch.nan if what == "nan" else None
 
     block = model.blocks[1]
@@ -679,7 +663,7 @@ def _two_passes(rank: int, size: int, what: str) -> Any:
             return None
         if what == "forward":
             raise RuntimeError("no way on")
-        return _RaisesInBackward.apply(output)
+        return RaisesInBackward.apply(output)
 
     model.blocks[1].up.register_forward_hook(counting)
     found = []

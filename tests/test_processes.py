@@ -19,7 +19,7 @@ from psgrad.factors import sum as sum_module
 from psgrad.processes import parcels
 from psgrad.processes import sums as sums_module
 
-from .processes import run
+from .processes import RaisesInBackward, run
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not hasattr(os, "fork"), reason="no processes to fork")
 
@@ -348,22 +348,6 @@ def test_dtypes_and_meshes(dtype: torch.dtype, digits: float) -> None:
 # ---- errors that all ranks agree on -------------------------------------------------------------------------
 
 
-class _RaisesInBackward(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        raise RuntimeError("no way back")
-
-
 def _broken(what: str, fn: Any) -> Any:
     """`fn` as one rank has it."""
 
@@ -371,7 +355,7 @@ def _broken(what: str, fn: Any) -> Any:
         if what == "forward":
             raise RuntimeError("no way on")
         if what == "backward":
-            return _RaisesInBackward.apply(fn(params, sample))
+            return RaisesInBackward.apply(fn(params, sample))
         if what == "nan":
             return fn(params, sample) * torch.nan
         if what == "loop":
