@@ -1,4 +1,4 @@
-"""What every test and doctest shares: how hard Hypothesis tries, one seed, one thread."""
+"""What every test and doctest shares: how hard Hypothesis tries, one seed, one thread, what comes first."""
 
 import gc
 import os
@@ -23,8 +23,20 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 torch.set_num_threads(1)  # tests are small and run in parallel processes
 
 
-def pytest_collection_finish() -> None:
-    """The tests themselves stay, so the garbage collector need not look at them: tests that call it often were slow."""
+# Files of tests that take seconds each. They come first, so that parallel workers share short tests at the end.
+LONG = ("test_notebooks", "test_docs", "test_benchmarks", "test_memory", "test_fully_shard", "test_programs")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen() -> None:
+    """What is alive before a file of tests stays, so the garbage collector need not look at it.
+
+    The tests themselves, modules and caches are millions of objects: tests that collect garbage often were slow.
+    """
     gc.collect()
     gc.freeze()
 
@@ -33,11 +45,11 @@ def pytest_collection_finish() -> None:
 def seeded() -> Iterator[None]:
     """The same random numbers for a test wherever and after whatever it runs."""
     dtype = torch.get_default_dtype()
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed notes for GPUs, at length, who called it
     yield
     torch.set_default_dtype(dtype)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="session")
 def names_in_doctests(doctest_namespace: dict[str, Any]) -> None:
     doctest_namespace.update(torch=torch, psgrad=psgrad)

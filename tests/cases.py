@@ -40,7 +40,7 @@ class Case:
     def make(self, dtype: torch.dtype = torch.float64) -> Problem:
         """`(fn, params, batch)`: the same numbers every time, rounded to `dtype`."""
         with torch.random.fork_rng(), default_dtype(dtype):
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             return self.build()
 
     def loop_grads(self, dtype: torch.dtype = torch.float64) -> Any:

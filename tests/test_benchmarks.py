@@ -7,12 +7,14 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import psgrad
 from benchmarks import __main__ as command
 from benchmarks import convolutions, layers, measuring, results, workloads
 from benchmarks.internals import conv_plan
@@ -56,6 +58,13 @@ def nobody_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(sys.modules, "benchmarks.jax_peer", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Absent, *sys.meta_path])
+
+
+@pytest.fixture
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What contenders compile is recorded and checked as ever, and runs op by op."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(psgrad, "compile", partial(psgrad.compile, backend="replay"))
 
 
 def contender(monkeypatch: pytest.MonkeyPatch, make: Callable[[Task], Ready]) -> None:
@@ -110,7 +119,7 @@ def test_private_names_of_psgrad_are_imported_in_one_file() -> None:
 # ---- workloads, memory, sweep, large ----------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("nobody_installed")
+@pytest.mark.usefixtures("nobody_installed", "no_kernels")
 def test_every_quantity_has_a_table_and_absent_peers_say_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "new" / "results.json"
     code = command.main([*TINY, "--json", str(file)])
