@@ -31,8 +31,7 @@ demo: $(VENV)/.demo
 test: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 docs: $(VENV)/.docs
 	$(BIN)/sphinx-build -q -W --keep-going -n -j auto -d build/doctrees docs build/docs

@@ -22,13 +22,13 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 
 torch.set_num_threads(1)  # tests are small and run in parallel processes
 
-
-# Files of tests that take seconds each. They come first, so that parallel workers share short tests at the end.
-LONG = ("test_notebooks", "test_docs", "test_benchmarks", "test_memory", "test_fully_shard", "test_programs")
+# Files of tests that take seconds each, the longest first: parallel workers then share short tests at the end.
+LONG = ("notebooks", "types", "docs", "benchmarks", "memory", "fully_shard", "programs")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+    first = {f"test_{name}": i for i, name in enumerate(LONG)}
+    items.sort(key=lambda item: first.get(item.path.stem, len(LONG)))
 
 
 @pytest.fixture(autouse=True, scope="module")
