@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-def times(calls: Mapping[str, Callable[[], object]], seconds: float = 2.0) -> dict[str, float]:
+def times(calls: Mapping[str, Callable[[], object]], seconds: float = 1.0) -> dict[str, float]:
     """Seconds that each call takes: all in turn, again and again; the minimum counts, since noise only ever adds."""
     best = dict.fromkeys(calls, float("inf"))
     end, rounds = time.perf_counter() + seconds, 0
