@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from packaging.version import Version
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 import psgrad
 
@@ -625,3 +626,30 @@ def test_a_model_wrapped_by_opacus_is_refused_by_name() -> None:
     with pytest.raises(psgrad.ArgumentError, match=r"wrapped by Opacus's GradSampleModule"):
         psgrad.from_module(wrapped, torch.nn.functional.cross_entropy)
     psgrad.from_module(wrapped.to_standard_module(), torch.nn.functional.cross_entropy)
+
+
+# ---- tangents of torch.autograd.forward_ad ------------------------------------------------------------------
+
+
+def _along(y: Callable[..., Tensor], w: Tensor, x: Tensor) -> Tensor:
+    """The squared derivative of y(w, x) in the direction of ones, by dual numbers."""
+    with forward_ad.dual_level():
+        primal, tangent = forward_ad.unpack_dual(y(w, forward_ad.make_dual(x, torch.ones(3))))
+    found: Tensor = primal if tangent is None else tangent.square()
+    return found
+
+
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("op", [torch.mul, F.linear, torch.dot], ids=["elementwise", "linear", "dot"])
+def test_a_tangent_is_kept(op: Callable[..., Tensor], n: int) -> None:
+    same(lambda w, x: _along(lambda w, x: op(x, w).sin().sum(), w, x), x=torch.randn(n, 3))
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")
+def test_a_linearized_function_has_its_values() -> None:
+    """Its gradient by w is torch's, which takes what it has folded for constants."""
+    fn = lambda w, x: torch.func.linearize(lambda x: (w * x).sin().sum(), x)[1](x) + w.sum()
+    w, x = torch.randn(3), torch.randn(4, 3)
+    grads, values = psgrad.per_sample_grads(fn, w, x, return_value=True)
+    torch.testing.assert_close(grads, loop(fn, w, x))
+    torch.testing.assert_close(values, torch.stack([(x * w * (w * x).cos()).sum() + w.sum() for x in x]))

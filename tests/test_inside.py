@@ -158,6 +158,11 @@ def along_a_parameter(p: Any, x: Tensor) -> Tensor:
     return jvp(lambda w, x: u({**p, "w": w}, x), (p["w"], x), (step, x))[1] ** 2
 
 
+def within(inner: Callable[[Callable[[Tensor], Tensor]], Tensor]) -> Fn:
+    """The derivative along x of what another transform, in which x is a constant, has made of a layer of x."""
+    return lambda p, x: jvp(lambda x: inner(lambda z: F.linear(x, p["w"]) @ torch.tanh(z)), (x,), (x,))[1] ** 2
+
+
 def writes_to_a_copy(p: Any, x: Tensor) -> Tensor:
     def f(x: Tensor) -> Tensor:
         w, h = p["w"] * 2, F.linear(torch.ones(3), p["w"])
@@ -175,6 +180,7 @@ def of_x(f: Callable[[Any, Tensor], Tensor]) -> Fn:
 
 HEADS = torch.arange(6.0, dtype=torch.float64).view(2, 3, 1)
 ROWS = torch.ones(2, 1, dtype=torch.float64)
+FOUR = torch.linspace(0, 1, 4, dtype=torch.float64)
 PARAMS = {"w": (4, 3), "v": (4,), "h": (2, 2, 3), "q": (2, 3, 3), "m": (3, 4)}
 CALLS: dict[str, tuple[Fn, dict[str, list[str]]]] = {
     "no_grad inside": (a_constant_by_no_grad, {"w": ["linear"] * 2, "v": ["matmul"] * 2}),
@@ -182,6 +188,12 @@ CALLS: dict[str, tuple[Fn, dict[str, list[str]]]] = {
     "no_grad around the pullback": (no_grad_pullback, {"w": ["linear"], "v": ["matmul"]}),
     "by a parameter": (inner_step, {}),
     "along a parameter": (along_a_parameter, {"w": ["vmap"], "v": ["matmul"]}),
+    "along x, inside grad": (within(lambda f: grad(f)(FOUR).sin().sum()), {"w": ["linear"]}),
+    "along x, inside jvp": (within(lambda f: jvp(f, (FOUR,), (FOUR,))[1].sin()), {"w": ["linear"]}),
+    "along x, elementwise": (
+        lambda p, x: jvp(lambda x: grad(lambda z: (p["w"] * x * z).sum())(FOUR[1:]).sin().sum(), (x,), (x,))[1],
+        {"w": ["vmap"]},
+    ),
     "writes": (writes_to_a_copy, {}),
     "functionalize": (lambda p, x: functionalize(grad(closed(p)))(x).square().sum(), {"w": ["vmap"], "v": ["vmap"]}),
     "mask": (of_x(lambda p, x: F.linear(x, p["w"] * torch.ones(4, 3).tril())), {}),

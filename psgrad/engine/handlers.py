@@ -21,6 +21,7 @@ from ..torch_.functions import (
     ATTENTION,
     GRAPHS,
     IS_NESTABLE,
+    MAKE_DUAL,
     MAKERS,
     NUMBERS,
     PURE,
@@ -95,6 +96,13 @@ def refuse_read(mode: "Mode", call: "TorchCall") -> Any:
     """A value that Python gets by another way than `ANSWERS`: a graph would keep it."""
     if assumptions.are_for_others() and reads_values(call.func, call.args, call.kwargs):
         raise Unrecordable(f"fn reads numbers by {name_of(call.func)}")
+    return NotImplemented
+
+
+def refuse_dual(mode: "Mode", call: "TorchCall") -> Any:
+    """A tangent of torch.autograd.forward_ad, which neither vmap nor a loop over samples for that op can keep."""
+    if mode.is_innermost:  # torch.func.jvp calls it as well, inside its own layer
+        raise NeedsLoop("fn pushes tangents forward by torch.autograd.forward_ad")
     return NotImplemented
 
 
@@ -325,6 +333,7 @@ def _has_body(func: Any) -> bool:
 TABLE: tuple[tuple[Callable[[Any], bool], Handler], ...] = (
     (_always, refuse_outdated),
     (READS.__contains__, refuse_read),
+    (lambda func: func is MAKE_DUAL, refuse_dual),
     (RANDOM.__contains__, draw),
     (_is_function, keep_arguments),
     (faults.FUNCTIONS.__contains__, avoid_fault),

@@ -81,9 +81,15 @@ def alive(t: Tensor) -> Tensor:
 
 def undifferentiated(t: Tensor) -> Tensor:
     """`t` without the layers of transforms that take it for a constant, as `grad(f, 1)` does its first argument."""
-    while is_differentiated(t) and not t.requires_grad and unpack_dual(t).tangent is None:
+    while is_differentiated(t) and not t.requires_grad and not _has_tangent(t):
         t = _ft.get_unwrapped(t)
     return t
+
+
+def _has_tangent(t: Tensor) -> bool:
+    """Whether the `jvp` that `t` belongs to gives it a tangent; transforms inside that `jvp` do not see it."""
+    level = level_of(t)
+    return level is not None and level != _ENDED and at(level, unpack_dual, t).tangent is not None
 
 
 def lower(t: Tensor, n: int, level: int) -> Tensor:

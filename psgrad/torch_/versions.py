@@ -14,7 +14,7 @@ TESTED = "2.10", "2.15"  # the oldest and the newest torch that the tests ran on
 PRIVATE: Mapping[str, str] = {  # names by their module; of alternatives (a|b) one is enough
     "torch": (
         "Tensor._backward_hooks Tensor._base Tensor._is_view Tensor._version UntypedStorage._cdata "
-        "_assert_async _nested_tensor_from_mask_left_aligned "
+        "_assert_async _make_dual _nested_tensor_from_mask_left_aligned "
         "_pack_padded_sequence _pad_packed_sequence ops.aten._efficientzerotensor ops.aten._fused_rms_norm "
         "ops.aten._local_scalar_dense "
         "ops.aten._prelu_kernel_backward ops.aten._scaled_dot_product_attention_math"
