@@ -12,8 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import psgrad
+from psgrad.factors import costs
+from psgrad.factors import philox as philox_module
 from psgrad.factors.dense import Dense
 from psgrad.factors.outer import Outer
 from psgrad.factors.philox import BITS, Stream, philox
@@ -64,6 +67,76 @@ def test_signs_by_place() -> None:
     rows = stream.signs(starts, 140, torch.float32)
     assert torch.equal(rows, torch.stack([want[k : k + 140] for k in (0, 1, 130, 255)]))
     assert want.double().mean().abs() < 0.15
+
+
+# ---- signs that are kept -----------------------------------------------------------------------------------
+
+
+def kept_pages() -> int:
+    return philox_module._page.cache_info().currsize
+
+
+def test_kept_signs_are_those_that_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever pages they are on; and the second time nobody draws."""
+    monkeypatch.setattr(philox_module, "PAGE", 4)
+    philox_module.forget()
+    stream, like = Stream(3, 1, SIGNS), torch.empty(0, dtype=torch.float64)
+    ranges = [
+        (0, 0),
+        (0, 1),
+        (0, 128),
+        (5, 700),
+        (512, 1024),
+        (511, 1025),
+        (130, 3000),
+        (2999, 3000),
+        (1 << 34, (1 << 34) + 900),
+    ]
+    want = [stream.run(*places, like) for places in ranges]
+    assert kept_pages() == 0
+    for places, signs in zip(ranges, want, strict=True):
+        found = stream.run(*places, like, True)
+        assert found.dtype is torch.float64
+        assert torch.equal(found, signs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stream, "words", None)
+        for places, signs in list(zip(ranges, want, strict=True))[1:]:
+            assert torch.equal(stream.run(*places, like, True), signs)
+    found.zero_()  # nobody else's memory
+    assert torch.equal(stream.run(*ranges[-1], like, True), want[-1])
+    other = Stream(3, 2, SIGNS)
+    assert torch.equal(other.run(0, 900, like, True), other.run(0, 900, like))
+    philox_module.forget()
+
+
+def test_kept_signs_have_a_bound() -> None:
+    page = philox_module._page(Stream(0, 0, SIGNS), 0, philox_module.PAGE, torch.device("cpu"))
+    assert page.nbytes * philox_module._page.cache_parameters()["maxsize"] == 64 << 20
+    assert page.nbytes * 8 == BITS * philox_module.PAGE
+
+
+def test_when_signs_are_kept() -> None:
+    """Not by calls that have a bound of their own, not where tensors have no values, and not when nobody wants it."""
+    fn, params, batch = problem()
+    psgrad.empty_cache()
+    want = psgrad.projected_grads(fn, params, batch, 64, max_bytes="1MB")
+    assert kept_pages() == 0
+    stream = Stream(0, 0, SIGNS)
+    with FakeTensorMode():
+        assert stream.run(0, 300, torch.empty(0), True).shape == (300,)
+    with torch.device("meta"):
+        assert stream.run(0, 300, torch.empty(0), True).is_meta
+    assert kept_pages() == 0
+    with torch.inference_mode():
+        first = stream.run(0, 300, torch.empty(0), True)
+    assert kept_pages() == 1
+    assert torch.equal(first, stream.run(0, 300, torch.ones(1, requires_grad=True).detach(), True))
+    psgrad.empty_cache()
+    for _ in range(2):
+        torch.testing.assert_close(psgrad.projected_grads(fn, params, batch, 64), want, rtol=1e-5, atol=1e-6)
+    assert kept_pages() == len(params)
+    psgrad.empty_cache()
+    assert kept_pages() == 0
 
 
 def test_shifts_by_block() -> None:
@@ -163,18 +236,57 @@ def flat_rows(grads: Any) -> Tensor:
 
 
 def test_a_large_parameter_goes_in_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All samples at a time, so that signs are drawn once; and the same numbers."""
+    """And of each part in all samples, so that signs are drawn once; and the same numbers."""
     outer = Outer(torch.randn(6, 3, 20).double(), torch.randn(6, 3, 30).double())
     own = Sum((Placement(None, outer),), torch.Size((30, 20)))
     ask = Projection(32, 0, 0, False, None, torch.float64)
     want = ask(own)
     drawn = []
     run = Stream.run
-    monkeypatch.setattr(Stream, "run", lambda self, a, b, like: drawn.append((a, b)) or run(self, a, b, like))
-    monkeypatch.setattr("psgrad.factors.costs.WORKSPACE", 2000)
+    monkeypatch.setattr(Stream, "run", lambda self, a, b, *rest: drawn.append((a, b)) or run(self, a, b, *rest))
+    monkeypatch.setattr("psgrad.factors.costs.WORKSPACE", 1000)
     assert_close(ask(own), want)
     assert len(drawn) > 3
     assert [a for a, _ in drawn[1:]] == [b for _, b in drawn[:-1]]
+
+
+@pytest.mark.parametrize("t", [1, 3])
+@pytest.mark.parametrize("n", [1, 9, 70])
+def test_parts_of_a_matrix_add_up(monkeypatch: pytest.MonkeyPatch, n: int, t: int) -> None:
+    """Whatever the parts are, in rows and in samples."""
+    outer = Outer(torch.randn(n, t, 20).double(), torch.randn(n, t, 70).double())
+    own = Sum((Placement(None, outer),), torch.Size((70, 20)))
+    for dim in (8, 33, 5000):
+        want = Projection(dim, 0, 0, False, None, torch.float64)(
+            Sum((Placement(None, Dense(outer.dense())),), torch.Size((70, 20)))
+        )
+        for size in (1, 3000, 200_000):
+            monkeypatch.setattr(costs, "TILE", size)
+            monkeypatch.setattr(costs, "WORKSPACE", size)
+            assert_close(Projection(dim, 0, 0, False, None, torch.float64)(own), want)
+
+
+@pytest.mark.parametrize("t", [1, 128])
+@pytest.mark.parametrize("row_bytes", [0, 4, 1024, 1 << 18, 1 << 30])
+def test_parts_fit_the_workspace(t: int, row_bytes: int) -> None:
+    for n in (1, 8, 1000):
+        samples, rows = costs.sketch_piece(n, t, row_bytes)
+        assert 1 <= samples <= n
+        assert rows >= 1
+        assert samples * rows * row_bytes <= max(costs.WORKSPACE, row_bytes)
+
+
+@pytest.mark.parametrize(("d", "dim"), [(8, 16), (6, 16), (16, 16), (40, 16), (5, 1), (3, 200)])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_table_row_by_row_and_as_a_whole(monkeypatch: pytest.MonkeyPatch, d: int, dim: int, scaled: bool) -> None:
+    rows = Rows(torch.randint(30, (4, 9)), torch.randn(4, 9, d).double(), 30)
+    own = Sum((Placement(None, rows),), torch.Size((30, d)))
+    ask = Projection(dim, 1, 2, False, torch.rand(30, d).double() if scaled else None, torch.float64)
+    found = []
+    for few in (False, True):
+        monkeypatch.setattr(costs, "reads_few", lambda t, rows, few=few: few)
+        found.append(ask(own))
+    assert_close(found[1], found[0])
 
 
 def test_what_is_not_written_out() -> None:

@@ -77,6 +77,26 @@ def along(k: int, t: int) -> Plan:
     return Plan("products", k * t, 0) if k * t <= t + k else Plan("tiles", t + k, TILE)
 
 
+def sketch_piece(n: int, t: int, row_bytes: int) -> tuple[int, int]:
+    """Of how many samples, and how many rows, sums of T outer products are written out at once to be sketched.
+
+    One product for each number: parts that stay in the cache, of many samples, as every sample costs a call less.
+    Matrix products: larger ones, of enough rows that an input is not read more often than it is worth.
+    """
+    most, rows, size = (64, 1, TILE) if t == 1 else (16, 64, WORKSPACE)
+    row_bytes = max(1, row_bytes)
+    most = max(1, min(n, most, size // (rows * row_bytes)))
+    return most, max(1, size // (most * row_bytes))
+
+
+def reads_few(t: int, rows: int) -> bool:
+    """Whether T rows of a table are better taken one by one than the table as a whole.
+
+    A number that is taken alone has its sign and its place looked up.
+    """
+    return rows > 12 * t
+
+
 def outer_dots(n: int, t: int, m: int, s: int, o: int, i: int, count: int = 1) -> Plan:
     """How to get N x M inner products of sums of T and of S outer products; of `count` matrices a position has one.
 

@@ -9,6 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from . import warm_memory
 from .numerics import cast
 
 Side = Tensor | None
@@ -27,7 +28,11 @@ def mapped_matrices(grads: Tensor, left: Side, right: Side, dtype: torch.dtype) 
     rows = applied(grads.reshape(*grads.shape[:2], prod(grads.shape[2:])), right, dtype)
     if left is None:
         return rows
-    return rows * left[:, None] if left.dim() == 1 else left @ rows
+    if left.dim() == 1:
+        return rows * left[:, None]
+    if rows.shape[2] == 1:  # vectors: one product, where `left` would meet each of them
+        return applied(rows[..., 0], left, dtype)[..., None]
+    return left @ rows
 
 
 def mapped_shape(shape: tuple[int, ...], left: Side, right: Side) -> tuple[int, ...]:
@@ -48,14 +53,18 @@ def columns_of(side: Side, start: int, size: int, whole: int, like: Tensor) -> S
 
 
 def gram_of(t: Tensor) -> Tensor:
-    """t^T t of (M, D), each pair of columns once: 9/16 of the products in eight strips."""
+    """t^T t of (M, D), each pair of columns once: 9/16 of the products in eight strips.
+
+    A strip is made in memory of its own, whose rows do not lie a power of two apart: such rows meet in the cache.
+    """
     d = t.shape[1]
     strip = max(64, -(-d // 8))
     if d <= 2 * strip:
         return t.mT @ t
-    out = t.new_empty(d, d)
+    out, room = warm_memory.empty((d, d), t), t.new_empty(strip, d + 16)
     for start in range(0, d, strip):
         end = min(start + strip, d)
-        torch.mm(t[:, start:end].mT, t[:, :end], out=out[start:end, :end])
-        out[:start, start:end] = out[start:end, :start].mT
+        made = torch.mm(t[:, start:end].mT, t[:, :end], out=room[: end - start, :end])
+        out[start:end, :end] = made
+        out[:start, start:end] = made[:, :start].mT
     return out

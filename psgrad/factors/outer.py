@@ -141,7 +141,7 @@ class Outer(Factor):
     def along(self, directions: Tensor) -> Tensor:
         """For a direction V the sum over t of g[t] . (V x[t]); where there are many, the gradients are written out."""
         own = self._plain
-        if own.x.dim() == 4 or costs.along(len(directions), own._positions).strategy == "tiles":
+        if own.x.dim() == 4 or costs.along(len(directions), own.positions).strategy == "tiles":
             parts = [self] if self.dtype is directions.dtype else [part for _, part in self.tiles()]
             return torch.cat([Factor.along(p.each(lambda t: cast(t, directions.dtype)), directions) for p in parts])
         dtype, (o, i) = directions.dtype, own.shape
@@ -167,7 +167,8 @@ class Outer(Factor):
         return Kron(*(gram_of(cast(t.flatten(0, -2), dtype)) for t in (self.g, self.x)))
 
     @property
-    def _positions(self) -> int:
+    def positions(self) -> int:
+        """T, of a matrix."""
         return self.x.shape[1] if self.x.dim() > 2 else 1
 
     def squared_deviations(self, mean: Tensor) -> Tensor:

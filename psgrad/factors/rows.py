@@ -30,6 +30,11 @@ class Rows(Factor):
     def shape(self) -> tuple[int, ...]:
         return self.rows, self.g.shape[-1]
 
+    @property
+    def reads_few(self) -> bool:
+        """Whether a sample reads so few rows that the table is better not written out."""
+        return costs.reads_few(self.index.shape[1], self.rows) or self.written_bytes() > costs.WORKSPACE
+
     def dense(self, out: Tensor | None = None) -> Tensor:
         (n, _, d), v = self.g.shape, self.rows
         grads = out if out is not None and out.is_contiguous() and out.dtype == self.g.dtype else None

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import costs
+from . import costs, warm_memory
 from .base import Factor
 from .maps import Side, mapped_matrices
 from .numerics import cast, flat
@@ -46,18 +46,18 @@ class Projection(NamedTuple):
         out = like.new_zeros(len(own), 2 * self.dim)
         if self.scale is None:
             grads = flat(own.mapped(*sides, self.dtype).dense())
-            self._add(out, grads, self._signs(0, grads.shape[1], like), 0)
+            self._add(out, grads, self._signs(0, grads.shape[1], like), 0, grads.shape[1])
         else:  # which leaves no factor
             for rows, part in own.tiles():
                 grads = flat(mapped_matrices(cast(part.dense(), self.dtype) * self.scale, *sides, self.dtype))
-                self._add(out[rows], grads, self._signs(0, grads.shape[1], like), 0)
+                self._add(out[rows], grads, self._signs(0, grads.shape[1], like), 0, grads.shape[1])
         return self._folded(out)
 
     def _stream(self, purpose: int) -> Stream:
         return Stream(self.seed, self.param, purpose)
 
     def _signs(self, start: int, stop: int, like: Tensor) -> Tensor:
-        return self._stream(SIGNS).run(start, stop, like)
+        return self._stream(SIGNS).run(start, stop, like, warm_memory.keeps())
 
     # ---- a matrix from both sides ----------------------------------------------------------------------------
 
@@ -72,7 +72,8 @@ class Projection(NamedTuple):
     def _side(self, rows: int, columns: int, purpose: int, like: Tensor) -> Side:
         if rows == columns:
             return None
-        return self._stream(purpose).run(0, rows * columns, like).view(rows, columns).mul_(rows**-0.5)
+        signs = self._stream(purpose).run(0, rows * columns, like, warm_memory.keeps())
+        return signs.view(rows, columns).mul_(rows**-0.5)
 
     # ---- the sketch ------------------------------------------------------------------------------------------
 
@@ -84,25 +85,33 @@ class Projection(NamedTuple):
             factor: Factor = term.factor
             if start is None:  # numbers that do not lie side by side
                 factor, start = Sum((term,), own.whole), 0
-            if isinstance(factor, Rows) and factor.shape == own.shape:
-                out[:, : self.dim] += self._table(factor, scale)
+            if isinstance(factor, Rows) and factor.shape == own.shape and factor.reads_few:
+                out += self._table(factor, scale)
                 continue
-            begin, weights = -1, like
+            begin, weights, room = -1, like, like
             for rows, first, part in _pieces(factor):
-                grads = cast(flat(_in(part, self.dtype).dense()), self.dtype)
+                part = _in(part, self.dtype)
+                if part.fills_out:
+                    room = _room(part, room)
+                    grads = part.dense(room[: len(part) * prod(part.shape)].view(len(part), *part.shape))
+                else:
+                    grads = part.dense()
+                grads = cast(flat(grads), self.dtype)
                 if start + first != begin:  # else those of the samples before
                     begin = start + first
                     weights = self._signs(begin, begin + grads.shape[1], like)
                     weights = weights if scale is None else weights * scale[begin : begin + grads.shape[1]]
-                self._add(out[rows], grads, weights, begin)
+                self._add(out[rows], grads, weights, begin, prod(own.shape))
         return self._folded(out)
 
-    def _add(self, out: Tensor, grads: Tensor, weights: Tensor, start: int) -> None:
-        """Add numbers (n, L) times weights (L,), of places from `start` on, block by block to where they belong."""
+    def _add(self, out: Tensor, grads: Tensor, weights: Tensor, start: int, size: int) -> None:
+        """Add numbers (n, L) times weights (L,), of places from `start` on, block by block to where they belong.
+
+        `size`: how many numbers there are in all.
+        """
         stop = start + grads.shape[1]
-        blocks = range(start // self.dim, -(-stop // self.dim))
-        shifts = shifts_of(self._stream(SHIFTS), self.dim, blocks.stop)
-        for block in blocks:
+        shifts = shifts_of(self._stream(SHIFTS), self.dim, -(-size // self.dim))
+        for block in range(start // self.dim, -(-stop // self.dim)):
             low, high = max(start, block * self.dim), min(stop, (block + 1) * self.dim)
             place = shifts[block] + low - block * self.dim
             some = slice(low - start, high - start)
@@ -113,22 +122,28 @@ class Projection(NamedTuple):
         return out[:, : self.dim] + out[:, self.dim :]
 
     def _table(self, factor: Rows, scale: Tensor | None) -> Tensor:
-        """Of a table only the rows that are read."""
-        (n, t, d), index = factor.g.shape, factor.index
-        found = torch.zeros(n, self.dim, dtype=self.dtype, device=index.device)
+        """Of a table only the rows that are read: (N, 2 dim), before it is folded."""
+        (n, t, d), index, dim = factor.g.shape, factor.index, self.dim
+        found = torch.zeros(n, 2 * dim, dtype=self.dtype, device=index.device)
         if factor.g.numel() == 0:
             return found
-        block = torch.arange(-(-factor.rows * d // self.dim), device=index.device)
-        shifts = torch.stack(self._stream(SHIFTS).below(self.dim, block // 4), -1)
-        shifts = shifts.gather(1, (block % 4)[:, None])[:, 0]
+        blocks = -(-factor.rows * d // dim)
+        drawn = self._stream(SHIFTS).below(dim, torch.arange(-(-blocks // 4), device=index.device))
+        shifts = torch.cat([torch.stack(drawn, -1).flatten(), drawn[0].new_zeros(1)])  # a block after the last
         for some, part in factor.tiles(6 * t * d * 8):
-            starts = part.index.flatten() * d
-            numbers = cast(part.g.flatten(0, 1), self.dtype) * self._stream(SIGNS).signs(starts, d, self.dtype)
-            places = starts[:, None] + torch.arange(d, device=index.device)
-            if scale is not None:
-                numbers = numbers * scale[places]
-            places = (places + shifts[places // self.dim]) % self.dim
-            found[some].scatter_add_(1, places.view(-1, t * d), numbers.reshape(-1, t * d))
+            g = part.g.flatten(0, 1)
+            for first in range(0, d, dim):  # numbers of a row that lie in two blocks at most
+                steps = torch.arange(min(dim, d - first), device=index.device)
+                starts = part.index.flatten() * d + first
+                numbers = self._stream(SIGNS).signs(starts, len(steps), self.dtype)
+                numbers = numbers.mul_(cast(g[:, first : first + len(steps)], self.dtype))
+                if scale is not None:
+                    numbers = numbers.mul_(scale[starts[:, None] + steps])
+                block, place = starts // dim, starts % dim
+                here = (place + shifts[block])[:, None]
+                after = (place - dim + shifts[block + 1])[:, None]
+                places = torch.where(steps < (dim - place)[:, None], here, after).add_(steps)
+                found[some].scatter_add_(1, places.view(len(part), -1), numbers.view(len(part), -1))
         return found
 
 
@@ -145,7 +160,7 @@ def two_sizes(o: int, i: int, dim: int) -> tuple[int, int]:
     return min(o, dim // q), q
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def shifts_of(stream: Stream, dim: int, blocks: int) -> list[int]:
     """How far each block is turned: ints, so that nobody has to wait for a device."""
     found: list[int] = []
@@ -162,18 +177,32 @@ def _start(term: Placement) -> int | None:
     return region.offset if region.strides in ((), (1,)) else None
 
 
+def _room(part: Factor, room: Tensor) -> Tensor:
+    """Memory for a part's gradients, contiguous: that of the part before, where it is enough."""
+    shape = (len(part), *part.shape)
+    if len(room) < prod(shape) or room.dtype is not part.dtype:
+        room = room.new_empty(prod(shape), dtype=part.dtype)
+    return room
+
+
 def _pieces(factor: Factor) -> Iterator[tuple[slice, int, Factor]]:
     """The factor in parts that are small when written out: which samples, from which number on, and the part.
 
-    A few samples at a time; where one is too large, all samples and a few rows of the parameter, so that signs are
-    drawn once. A convolution lays out its patches for each part, and so is not cut.
+    Some rows of the parameter, and of these a few samples at a time, so that signs are made once. A convolution lays
+    out its patches for each part, and so is not cut.
     """
-    n, width = len(factor), prod(factor.shape[1:])
+    n, width, itemsize = len(factor), prod(factor.shape[1:]), factor.dtype.itemsize
     grain = factor.cut_grain()
-    if factor.written_bytes() <= costs.WORKSPACE or not grain or isinstance(factor, Patches):
+    if isinstance(factor, Outer) and len(factor.shape) == 2:
+        most, step = costs.sketch_piece(n, factor.positions, width * itemsize)
+    elif factor.written_bytes() <= costs.WORKSPACE or not grain or isinstance(factor, Patches):
         for rows, part in factor.tiles():
             yield rows, 0, part
         return
-    step = grain * max(1, costs.WORKSPACE // max(1, n * width * grain * factor.dtype.itemsize))
+    else:
+        most, step = n, grain * max(1, costs.WORKSPACE // max(1, n * width * grain * itemsize))
     for start in range(0, factor.shape[0], step):
-        yield slice(0, n), start * width, factor.cut(slice(start, min(start + step, factor.shape[0])))
+        part = factor if step >= factor.shape[0] else factor.cut(slice(start, min(start + step, factor.shape[0])))
+        for first in range(0, n, most):
+            rows = slice(first, min(first + most, n))
+            yield rows, start * width, part if most >= n else part.select(rows)

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from ..torch_ import graphs
-from . import huge_pages
+from . import huge_pages, philox
 
 MOST = 2 << 30  # bytes that a thread keeps at most
 RECENT = 8  # calls: what none of so many has used is given back
@@ -171,6 +171,11 @@ def end() -> None:
     _OWN.pool.bounded_calls -= 1
 
 
+def keeps() -> bool:
+    """Whether memory may be kept for the next call."""
+    return not _OWN.pool.bounded_calls
+
+
 def is_lent(shape: Sequence[int], like: Tensor) -> bool:
     """Whether `empty` lends memory for this."""
     if prod(shape) * like.element_size() < LEAST or _OWN.pool.bounded_calls:
@@ -239,8 +244,10 @@ def empty_cache() -> None:
     that are there. At most twice what one of the last eight calls took is kept, never more than 2 GiB for a thread, and
     what eight calls did not use is given back without being asked. Calls with `max_bytes` keep nothing. Memory that
     somebody holds, be it by a view or by a NumPy array, is never touched. On other devices torch itself keeps memory.
+    The random bits that `projected_grads` keeps on any device, 64 MB at most, are given back as well.
     """
     for known in list(_POOLS.values()):
         pool = known()
         if pool is not None:
             pool.clear()
+    philox.forget()

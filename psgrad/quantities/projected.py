@@ -110,7 +110,7 @@ def projected_grads(
 
     - a dense matrix of Gaussian numbers: (|g|^2 |h|^2 + <g, h>^2) / dim;
     - `kind="sketch"`: at most the same. Each number of a gradient gets a random sign and one of `dim` places. The
-      gradients are written out a few samples at a time (of a table only the rows that are read), which for layers with
+      gradients are written out a few samples at a time (of a large table the rows that are read), which for layers with
       many positions, as in language models, costs as much as the weight gradients that an ordinary backward sums;
     - `kind="two_sided"`: at most the same and 2 (1/p + 1/q + 2/(pq)) times the sum over matrices of |g_i|^2 |h_i|^2,
       where p and q are about the root of `dim`: at dim = 4096 a standard deviation of up to a quarter of a layer's
