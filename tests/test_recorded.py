@@ -68,3 +68,43 @@ def test_what_is_recorded_of_a_table_depends_on_no_index(name: Any) -> None:
     first, other = torch.ones(4, 5, dtype=torch.long), torch.stack([torch.randperm(50)[:5] for _ in range(4)])
     traced = make_fx(lambda w, x: TABLES[name](fn, {"w": w}, x))(params["w"], first)
     torch.testing.assert_close(traced(params["w"], other), TABLES[name](fn, params, other))
+
+
+def _net(p: Any, x: Any) -> Any:
+    return (p["w"] @ x).tanh().square()
+
+
+def _loss(p: Any, x: Any) -> Any:
+    return _net(p, x).sum()
+
+
+OF_VALID: dict[str, Any] = {
+    "norms": lambda p, x, v: psgrad.per_sample_norms(_loss, p, x, valid=v),
+    "clipped": lambda p, x, v: psgrad.clipped_grad(_loss, p, x, 0.1, valid=v)[:2],
+    "weighted": lambda p, x, v: psgrad.weighted_grad(_loss, p, x, x[:, 0], valid=v),
+    "gram": lambda p, x, v: psgrad.gram(_loss, p, x, valid=v),
+    "stats": lambda p, x, v: psgrad.grad_stats(_loss, p, x, valid=v)[:2],
+    "dots": lambda p, x, v: psgrad.per_sample_dots(_loss, p, x, p, valid=v),
+    "projected": lambda p, x, v: psgrad.projected_grads(_loss, p, x, 3, valid=v),
+    "kron": lambda p, x, v: psgrad.kron_factors(_loss, p, x, valid=v),
+    "jacobians": lambda p, x, v: psgrad.per_sample_jacobians(_net, p, x, valid=v),
+    "ntk": lambda p, x, v: psgrad.ntk(_net, p, x, valid=v),
+}
+REFUSED = ("stats", "kron")  # what would count the samples that stand in for others
+
+
+@pytest.mark.parametrize("name", OF_VALID)
+def test_samples_that_do_not_count_do_not_in_a_graph_either(name: str) -> None:
+    params, x = {"w": torch.randn(3, 4, dtype=torch.float64)}, torch.randn(5, 4, dtype=torch.float64)
+    first, other = torch.tensor([1, 0, 1, 0, 1]).bool(), torch.tensor([0, 1, 1, 0, 0]).bool()
+
+    def asked(w: Any, x: Any, valid: Any) -> Any:
+        return optree.tree_leaves(OF_VALID[name]({"w": w}, x, valid))
+
+    if name in REFUSED:
+        with pytest.raises(psgrad.ArgumentError, match="of the samples that are valid cannot be recorded as a graph"):
+            make_fx(asked)(params["w"], x, first)
+        return
+    graph = make_fx(asked)(params["w"], x, first)
+    for found, expected in zip(graph(params["w"], x, other), asked(params["w"], x, other), strict=True):
+        torch.testing.assert_close(found, expected)

@@ -21,7 +21,7 @@ from ..processes.agreed import agreed
 from ..processes.ranks import Ranks
 from ..processes.sums import Sums
 from ..streaming.blocks import Meta
-from ..streaming.stream import Quantity, Run, counted, refuse_inside_transforms, stream
+from ..streaming.stream import Quantity, Run, counted, refuse_inside_transforms, refuse_recording, stream
 from ..torch_.compiler import uncompiled
 from .named import indices_of, names_of
 
@@ -139,6 +139,8 @@ def kron_factors(
         names = [names] if isinstance(names, str) else names
         wanted = list(dict.fromkeys(indices_of(names, problem.params_spec, "names")))
     there = counted(problem, valid)
+    if there.mask is not None:  # stand-ins would count
+        refuse_recording("kron_factors of the samples that are valid")
     shown = "kron_factors" if progress else None
     quantity = KronSums(wanted)
     options: dict[str, Any] = {"chunk_size": chunk_size, "max_bytes": max_bytes, "progress": shown, "ranks": group}
