@@ -19,6 +19,9 @@ from .test_quantities import Watch
 transformers = pytest.importorskip("transformers")
 
 SAMPLES, LENGTH, VOCABULARY = 6, 8, 37
+# Of a torch as old as that, transformers asks on a CPU where operands lie in memory, which is another place for every
+# sample: each runs by itself.
+ASKS_FOR_ADDRESSES = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11)
 _COMMON = {
     "vocab_size": VOCABULARY,
     "hidden_size": 16,
@@ -80,12 +83,16 @@ def _flat(tree: dict[str, Tensor], lead: int = 1) -> Tensor:
 @pytest.mark.parametrize("name", MODELS)
 def test_exact_by_the_rule(name: str) -> None:
     """As transformers runs them if nobody says otherwise."""
+    if ASKS_FOR_ADDRESSES:
+        warnings.simplefilter("ignore", psgrad.FallbackWarning)
     model, batch = _made(name), _batch()
     assert model.config._experts_implementation == "grouped_mm"
     fn, params = psgrad.from_module(model, _loss)
     used = {k: rules for k, rules in psgrad.testing.rules_used(fn, params, batch).items() if ".experts." in k}
     assert len(used) >= 2
     for key, rules in used.items():
+        if ASKS_FOR_ADDRESSES:
+            rules = sorted({*rules} - {"vmap"})
         assert rules == ["index" if "_bias" in key else "grouped_mm"]
     want = _by_hand(model, batch)
     rows, directions = _flat(want), {key: torch.randn_like(p) for key, p in params.items()}

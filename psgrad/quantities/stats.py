@@ -177,7 +177,7 @@ def grad_stats(
 
     With fewer than two samples `variance` and the estimates are NaN, with none `mean` too. The gradients are
     written out a few samples at a time where a layer's factors do not give the variance otherwise; N x P numbers
-    are never held.
+    are never held, but for parameters that no rule takes: plain vmap writes the gradients of a chunk out.
 
     Inside a torch.func transform it is a differentiable function of params and batch; N x P numbers are held there.
 
