@@ -257,6 +257,7 @@ SPELLINGS: dict[str, Spelling] = {
     "embedding": (lambda f, x, w: f(x.argsort(), w), (3,), {"w": (3, 4)}),
     "embedding_bag": (lambda f, x, w: f(x.argsort(), w), (2, 3), {"w": (3, 4)}),
     "index": (lambda f, x, w: f(w, x.argsort()), (3,), {"w": (3, 4)}),
+    "index_select": (lambda f, x, w: f(w, 0, x.argsort()), (3,), {"w": (3, 4)}),
     "grouped_mm": (lambda f, x, w: f(x, w, offs=torch.tensor([1, 3], dtype=torch.int32)), (3, 4), {"w": (2, 4, 4)}),
     "add": (_PAIR, (2, 3), {"w": (3,)}),
     "sub": (_PAIR, (2, 3), {"w": (3,)}),

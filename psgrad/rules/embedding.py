@@ -1,7 +1,8 @@
-"""embedding, embedding_bag, and indexing a table with a tensor of integers."""
+"""embedding, embedding_bag, indexing a table with a tensor of integers, and index_select."""
 
 from collections.abc import Sequence
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -202,6 +203,27 @@ def bind_getitem(table: Any, index: Any) -> Call | Decline:
     return Call(index, (weight,), (None, False), before, after if shape else lambda y: y.squeeze(-1))
 
 
+def bind_index_select(input: Any, dim: Any, index: Any) -> Call | Decline:
+    """Rows of the table whose rows are the parameter's slices along `dim`."""
+    if not isinstance(input, Param) or not isinstance(index, Tensor):
+        return Decline("only a selection from a parameter has a rule")
+    if index.dim() > 1 or not -input.dim() <= dim < input.dim():
+        return Decline("a scalar, or the index or the dimension do not fit")  # torch says so itself
+    count, axis = index.numel(), dim % input.dim()
+    rows, shape = input.shape[axis], (*input.shape[:axis], *input.shape[axis + 1 :])
+    weight = input.view(lambda v: v.movedim(axis, 0).reshape(rows, prod(shape)))
+    if weight is None:
+        return Decline("this layout of the parameter needs a copy")
+
+    def before(index: Tensor) -> Tensor:
+        return index.reshape(len(index), count)  # of a single number torch makes an axis, too
+
+    def after(y: Tensor) -> Tensor:
+        return y.reshape(len(y), count, *shape).movedim(1, 1 + axis).contiguous()  # as torch's own is
+
+    return Call(index, (weight,), (None, False), before, after)
+
+
 EMBEDDING = Rule("embedding", (F.embedding,), bind_embedding, forward, backward, plain, native=True, factors=("Rows",))
 RULES = (
     EMBEDDING,
@@ -210,6 +232,16 @@ RULES = (
         "index",
         (torch.Tensor.__getitem__,),
         bind_getitem,
+        forward,
+        backward,
+        native=True,
+        only_params=True,
+        factors=("Rows",),
+    ),
+    Rule(
+        "index_select",
+        (torch.index_select, torch.Tensor.index_select),
+        bind_index_select,
         forward,
         backward,
         native=True,
