@@ -197,3 +197,15 @@ def test_a_factor_of_ones_own_has_every_quantity(with_others: bool) -> None:
         assert "Own" in str(psgrad.explain(fn, w, x))
     finally:
         unregister(rule)
+
+
+def test_a_tensor_that_may_be_none_is_refused() -> None:
+    """Rows of it would not be taken where samples are selected."""
+
+    @dataclass(frozen=True, eq=False)
+    class Loose(Factor):
+        x: Tensor
+        g: Tensor | None
+
+    with pytest.raises(TypeError, match=r"^Loose\.g may be None: a factor's tensors are annotated Tensor$"):
+        Loose(torch.ones(2, 3), torch.ones(2, 3)).select(torch.tensor([1]))

@@ -271,5 +271,8 @@ _FIELDS: dict[type, tuple[str, ...]] = {}
 
 def _tensor_fields(kind: Any) -> tuple[str, ...]:
     if kind not in _FIELDS:
-        _FIELDS[kind] = tuple(f.name for f in fields(kind) if f.type in (Tensor, "Tensor"))
+        for f in fields(kind):
+            if f.type in (Tensor | None, "Tensor | None", "torch.Tensor | None"):  # rows of it would not be taken
+                raise TypeError(f"{kind.__name__}.{f.name} may be None: a factor's tensors are annotated Tensor")
+        _FIELDS[kind] = tuple(f.name for f in fields(kind) if f.type in (Tensor, "Tensor", "torch.Tensor"))
     return _FIELDS[kind]
