@@ -273,7 +273,8 @@ def _why_run(error: BaseException, fn: Any) -> str:
         cause = cause.__cause__ or cause.__context__
     where = place_of(error, otherwise=f"the backward of {home_of(fn)}")  # which runs no line of the user's
     why = reason_of(error).rstrip(".")
-    if "meta" in why and ("same device" in why or "two different devices" in why):  # of tensors that neither the user nor psgrad has put anywhere
+    # of tensors that neither the user nor psgrad has put anywhere
+    if "meta" in why and ("same device" in why or "two different devices" in why):
         why = "torch does not follow this derivative on tensors without memory"
     return f"shapes alone were not enough at {where}: {why};"
 

@@ -57,7 +57,8 @@ def test_by_torchrun() -> None:
         env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0, done.stderr
-    first, *lines = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]  # an older torch says it
+    said = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]  # an older torch's words
+    first, *lines = said
     assert re.fullmatch(r"2 processes, 0\.0 M parameters, 6 samples of 12 characters", first)
     assert len(lines) == 4
     for line in lines:

@@ -1,6 +1,6 @@
 """The README tells the truth: its examples run. So do the site's tables: they are what the registry and `explain` say.
 
-`python tests/test_readme.py` rewrites the tables, which are in `docs/supported.md`.
+`python -m tests.test_readme` rewrites the tables, which are in `docs/supported.md`.
 """
 
 import doctest
@@ -135,7 +135,7 @@ def test_table_is_true(name: str) -> None:
     lines = SUPPORTED.read_text().splitlines(keepends=True)
     text = "".join(line for line in lines if not line.startswith(tuple(f"| `{lacking}` |" for lacking in LACKING)))
     assert f"<!-- {name} -->" in text
-    assert text == with_table(text, name, TABLES[name]), "run `python tests/test_readme.py`"
+    assert text == with_table(text, name, TABLES[name]), "run `python -m tests.test_readme`"
 
 
 def test_examples_run() -> None:
