@@ -156,7 +156,7 @@ class _Listing(Collector):
     """Keeps what factors say of themselves, and never materialises one."""
 
     def __init__(self, problem: Problem) -> None:
-        super().__init__(problem.params, problem.n)
+        super().__init__(problem)
         self.found: list[tuple[object, Source, str, Plan]] = []  # no factor: it would keep the graph alive
         self.pulled: set[int] = set()  # parameters that have a gradient
 

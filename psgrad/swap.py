@@ -9,9 +9,8 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
-from itertools import repeat
-from operator import is_, is_not, setitem
+from collections.abc import Callable, Mapping, Sequence
+from operator import is_, setitem
 from typing import Any
 
 import torch
@@ -51,16 +50,18 @@ class Slots:
         self.names = [  # a tied parameter has its first name everywhere
             first.setdefault(id(p), f"{path}.{key}" if path else key) for _, key, path, p in slots
         ]
+        self.count = len(first)
         parts = [  # modules with parameters of their own or inside
             (children_of(module), key, f"{path}.{key}" if path else key, child)
             for path, module in model.named_modules()
             for key, child in children_of(module).items()
             if child is not None and next(child.parameters(), None) is not None
         ]
-        self.part_homes = [home for home, _, _, _ in parts]
-        self.part_keys = [key for _, key, _, _ in parts]
-        self.part_names = [name for _, _, name, _ in parts]
-        self.parts = [child for _, _, _, child in parts]
+        # what has to be as it was: the parameters first, slot by slot, then these modules
+        self.places = self.homes + [home for home, _, _, _ in parts]
+        self.place_keys = self.keys + [key for _, key, _, _ in parts]
+        self.place_names = self.names + [name for _, _, name, _ in parts]
+        self.residents = self.parameters + [child for _, _, _, child in parts]
         self.buffered = [module for module in model.modules() if buffers_of(module)]
         self.caches = [  # what the older weight_norm sets, what recurrent layers keep
             (vars(module), key)
@@ -78,14 +79,19 @@ class Slots:
                 raise _hooked(name)
         return {name: p.detach() for name, p in trainable}
 
-    def other_part(self) -> ArgumentError:
-        """What to say where a module with parameters is not where it was."""
-        places = zip(self.part_names, self.part_homes, self.part_keys, self.parts, strict=True)
-        name = next(name for name, home, key, part in places if home.get(key) is not part)
-        return ArgumentError(
-            f"module {name!r} of the model is another than when from_module was called\n"
-            "  its parameters are not those of params: call from_module again."
-        )
+    def refuse_others(self, there: Sequence[Any]) -> None:
+        """Raise where what is `there` has replaced a parameter or a module; what another swap has put there has not."""
+        for name, own, other in zip(self.place_names, self.residents, there, strict=True):
+            if other is not own and isinstance(own, torch.nn.Module):
+                raise ArgumentError(
+                    f"module {name!r} of the model is another than when from_module was called\n"
+                    "  its parameters are not those of params: call from_module again."
+                )
+            if other is not own and type(other) in (torch.nn.Parameter, type(None)):
+                raise ArgumentError(
+                    f"parameter {name!r} of the model is another than when from_module was called\n"
+                    "  load_state_dict(assign=True) and assignments replace parameters: call from_module again."
+                )
 
 
 class Given:
@@ -118,31 +124,30 @@ def _hooked(name: str) -> ArgumentError:
 
 
 class Swap:
-    """Inside, the model holds `params`; its other parameters are frozen, its buffers copies it may change."""
+    """Inside, the model holds `params`; its other parameters are frozen, its buffers copies it may change.
+
+    The names in `params` are names of slots.
+    """
 
     def __init__(self, slots: Slots, params: Mapping[str, Tensor]) -> None:
-        self.slots, self.params, self.model = slots, params, slots.model
+        self.slots, self.params, self.model, self.lock = slots, params, slots.model, slots.lock
 
     def __enter__(self) -> None:
         slots, held = self.slots, HELD
-        slots.lock.acquire()
-        self.there = there = list(map(dict.get, slots.homes, slots.keys))  # None where the model has none any more
-        if not all(map(is_, there, slots.parameters)) and (name := self._replaced()) is not None:
-            slots.lock.release()
-            raise ArgumentError(
-                f"parameter {name!r} of the model is another than when from_module was called\n"
-                "  load_state_dict(assign=True) and assignments replace parameters: call from_module again."
-            )
-        if not all(map(is_, map(dict.get, slots.part_homes, slots.part_keys), slots.parts)):
-            slots.lock.release()
-            raise slots.other_part()
-        held.locks.append(slots.lock)
+        self.lock.acquire()
+        self.there = there = list(map(dict.get, slots.places, slots.place_keys))  # None: the model has none any more
+        if not all(map(is_, there, slots.residents)):
+            try:
+                slots.refuse_others(there)
+            except ArgumentError:
+                self.lock.release()
+                raise
         held.holdings.append(self)
         self.given = given = list(map(self.params.get, slots.names))
         self.beside: list[tuple[Home, str, Any]] = []  # what was there in other places
         try:
             values = given
-            if not all(map(is_not, given, repeat(None))):
+            if len(self.params) < slots.count:
                 values = [p.detach() if t is None else t for t, p in zip(given, slots.parameters, strict=True)]
             deque(map(setitem, slots.homes, slots.keys, values), 0)
             if slots.caches or slots.buffered:
@@ -155,16 +160,15 @@ class Swap:
 
     def __exit__(self, error: object, *_: object) -> None:
         """The model holds its own again. Raises where a parameter is not where it was put."""
-        slots, held = self.slots, HELD
+        slots = self.slots
         whole = all(map(is_, map(dict.get, slots.homes, slots.keys), self.given))
         self.missing = [] if whole else self._missing()
-        deque(map(setitem, slots.homes, slots.keys, self.there), 0)
+        deque(map(setitem, slots.homes, slots.keys, self.there), 0)  # the modules, at the end of the list, are there
         if self.beside:
             for home, key, there in reversed(self.beside):  # two modules may share a home
                 home[key] = there
-        held.holdings.pop()
-        held.locks.pop()
-        slots.lock.release()
+        HELD.holdings.pop()
+        self.lock.release()
         if error is not None:
             return
         if self.missing:
@@ -190,12 +194,6 @@ class Swap:
                 if b is not None:
                     self.beside.append((home, key, b))
                     home[key] = b.clone()
-
-    def _replaced(self) -> str | None:
-        """The name of a parameter in whose slot another is, or none; what another swap has put there is neither."""
-        slots = zip(self.slots.names, self.slots.parameters, self.there, strict=True)
-        other = (torch.nn.Parameter, type(None))
-        return next((name for name, p, there in slots if there is not p and type(there) in other), None)
 
     def own(self, t: Tensor) -> str | None:
         """The name of the parameter that `t` is, where another stands in for it."""

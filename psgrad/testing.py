@@ -73,7 +73,7 @@ def _logged(problem: Problem, log: list[UseRecord]) -> None:
     """Run, and log every use; where samples part ways, in each part."""
     before = len(log)
     try:
-        run_together(problem, DenseCollector(problem.params, problem.n), log)
+        run_together(problem, DenseCollector(problem), log)
     except Diverged as diverged:
         del log[before:]
         for index in diverged.groups:

@@ -17,6 +17,7 @@ from psgrad.extend import ConvGeometry, Outer, Patches, Rows
 from psgrad.factors import conv_costs as _conv_plan
 from psgrad.factors import costs as _plan
 from psgrad.factors import patches as _patches
+from psgrad.rules import loss as _loss
 
 from . import strategies as some
 from .cases import grouped_mm, loss
@@ -629,6 +630,44 @@ def test_cross_entropy(config: some.CrossEntropy) -> None:
     found = psgrad.per_sample_grads(fn, params, (batch, targets), in_dims=(in_dims, 0))
     want = psgrad.testing.loop_grads(fn, params, (batch, targets), in_dims=(in_dims, 0))
     torch.testing.assert_close(found, want, equal_nan=True)
+    with mock.patch.object(_loss, "_SMALL", 0):  # as it is of many numbers
+        torch.testing.assert_close(
+            psgrad.per_sample_grads(fn, params, (batch, targets), in_dims=(in_dims, 0)),
+            found,
+            rtol=0,
+            atol=0,
+            equal_nan=True,
+        )
+
+
+@pytest.mark.parametrize("ignored", [-100, -1])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("spatial", [(), (3,), (3, 2)])
+def test_cross_entropy_ignores_targets(spatial: tuple[int, ...], smoothing: float, ignored: int) -> None:
+    """In small calls it is torch's kernel that finds them, in others a look: the same numbers."""
+    x, targets = draw(4, 2, 5, *spatial), torch.randint(5, (4, 2, *spatial))
+    targets[1, 0], targets[2] = ignored, ignored  # some of a sample, all of a sample
+    fn = lambda w, s: F.cross_entropy(s[0] * w, s[1], ignore_index=ignored, label_smoothing=smoothing)
+    w = draw(2, 5, *spatial)
+    found = psgrad.per_sample_grads(fn, w, (x, targets))
+    torch.testing.assert_close(found, psgrad.testing.loop_grads(fn, w, (x, targets)), equal_nan=True)
+    with mock.patch.object(_loss, "_SMALL", 0):
+        again = psgrad.per_sample_grads(fn, w, (x, targets))
+    torch.testing.assert_close(again, found, rtol=0, atol=0, equal_nan=True)
+    targets[3, 0] = -2
+    with pytest.raises(IndexError, match="Target -2 is out of bounds"):
+        psgrad.per_sample_grads(fn, w, (x, targets))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("spatial", [(), (3,), (3, 2)])
+@pytest.mark.parametrize("target", [-100, -1, 5])
+def test_torch_refuses_what_is_no_class(target: int, spatial: tuple[int, ...], smoothing: float) -> None:
+    """On which small calls of cross_entropy rely."""
+    x, targets = torch.randn(6, 5, *spatial), torch.randint(5, (6, *spatial))
+    assert _loss._of_classes_alone(x, targets, smoothing) is not None
+    targets.view(-1)[-1] = target
+    assert _loss._of_classes_alone(x, targets, smoothing) is None
 
 
 @given(config=some.attentions())

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import psgrad
-from psgrad.engine.trees import flatten
+from psgrad.engine.problem import flatten
 
 T = torch.arange(12.0).split(1)
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..engine.trees import flatten
+from ..engine.problem import flatten
 from .recording import facts_of, is_lazy, stride_of
 
 _TENSORS = {Tensor}

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..factors import assumptions
-from ..factors.numerics import unfolded
 from ..torch_ import checkpoints, levels, tracing
+from ..torch_.storage import unfolded
 from .signals import NeedsLoop, Rerun, split_by_rows
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from ..registry.params import Source
 from ..torch_ import autograd, levels
 from ..torch_.compiler import CompilerLoaded, eagerly, is_loaded
 from ..torch_.functions import opened
-from ..torch_.storage import expanded, is_view, storage_of, versions_of
+from ..torch_.storage import expanded, is_view, storage_of, version_of
 from ..torch_.watching import WATCHING
 from .checkpoint import Following
 from .collectors import Collector, Relay
@@ -72,23 +72,12 @@ def run_together(
 def run_pass(
     problem: Problem, collector: Collector, options: RunOptions, log: list[UseRecord] | None = None
 ) -> Outcome:
-    """All samples at once; a `Signal` says what else is to be done."""
-    with WATCHING:
-        if not is_loaded():
-            return _attempt(problem, collector, options, log)
-        with eagerly():
-            return _attempt(problem, collector, options, log)
-
-
-_USUAL = RunOptions()
-
-
-def _attempt(problem: Problem, collector: Collector, options: RunOptions, log: list[UseRecord] | None) -> Outcome:
-    """One forward and one backward."""
-    mode = Mode(problem, collector, options, log)
-    losses, aux, aux_spec = _run_forward(problem, mode)
-    if losses.requires_grad and _backward(losses, mode, problem.seed):
-        problem.reached.append(True)
+    """One forward and one backward of all samples; a `Signal` says what else is to be done."""
+    with WATCHING, eagerly() if is_loaded() else _NOTHING:
+        mode = Mode(problem, collector, options, log)
+        losses, aux, aux_spec = _run_forward(problem, mode)
+        if losses.requires_grad and _backward(losses, mode, problem.seed):
+            problem.reached.append(True)
     values = losses.detach()
     if losses.is_leaf or is_view(losses):  # memory that may be another's
         values = values.clone()
@@ -98,10 +87,16 @@ def _attempt(problem: Problem, collector: Collector, options: RunOptions, log: l
     return Outcome(values, aux, aux_spec, looped)
 
 
+_USUAL = RunOptions()
+_NOTHING = nullcontext()
+
+
 def _run_forward(problem: Problem, mode: Mode) -> Sampled:
     """`fn` of all samples at once, with a sample axis in front of what it gives."""
-    n, callers = problem.n, problem.callers
-    before = versions_of(callers)
+    n, callers = problem.n, problem.params + mode.batch  # what `fn` must not write to
+    if not all(problem.batched):
+        callers = [t for t in callers if isinstance(t, Tensor)]
+    before = list(map(version_of, callers))
     roots = list(map(_contiguous, problem.params))
     try:
         leaves = [p.expand(n, *p.shape).requires_grad_() for p in roots]
@@ -114,12 +109,13 @@ def _run_forward(problem: Problem, mode: Mode) -> Sampled:
         losses = levels.unwrap(out.loss, n, level)
         aux = [levels.unwrap(a, n, level) for a in out.aux] if out.aux else []
     except (Exception, Diverged, NeedsLoop) as error:  # most likely samples are to run in another way, from the start
-        if versions_of(callers) != before and not isinstance(error, PsgradError) and not is_out_of_memory(error):
+        told = isinstance(error, PsgradError) or is_out_of_memory(error)
+        if not told and list(map(version_of, callers)) != before:
             raise _changed(problem, before, "and has to run more than once") from None
         raise
     finally:
         levels.leave()
-    if versions_of(callers) != before:
+    if list(map(version_of, callers)) != before:
         raise _changed(problem, before, "in a way that psgrad did not see")
     mode.draws.check()
     if mode.view_copies:
@@ -150,7 +146,7 @@ def _forward(problem: Problem, mode: Mode, params: list[Tensor]) -> Sampled:
 
 def _changed(problem: Problem, before: list[int], how: str) -> UnsupportedOpError:
     """The error for a write that passed by the mode: by torch.jit, or inside a Function."""
-    now = versions_of(problem.params)
+    now = map(version_of, problem.params)
     names = [name for name, a, b in zip(problem.names, before, now, strict=False) if a != b]
     if names:
         remedy = "per-sample gradients need parameters that stay put: change a clone instead."
@@ -230,7 +226,7 @@ class KeptForward:
         if outputs.requires_grad:
             seed = torch.zeros_like(outputs)
             seed[:, k] = 1
-            with WATCHING, eagerly() if is_loaded() else nullcontext():
+            with WATCHING, eagerly() if is_loaded() else _NOTHING:
                 if _backward(outputs, self.mode, seed, keep_graph=True):
                     problem.reached.append(True)
         return Outcome(outputs.detach()[:, k].clone(), [], None, self.looped)
@@ -238,12 +234,12 @@ class KeptForward:
 
 def keep_forward(problem: Problem, *, on_copies: bool = False) -> KeptForward:
     """`fn`, which returns a row of outputs, of all samples at once."""
-    kept: KeptForward = run_together(problem, Relay(problem.params, problem.n), on_copies=on_copies, run=_forward_pass)
+    kept: KeptForward = run_together(problem, Relay(problem), on_copies=on_copies, run=_forward_pass)
     return kept
 
 
 def _forward_pass(problem: Problem, relay: Relay, options: RunOptions, log: list[UseRecord] | None) -> KeptForward:
-    with WATCHING, eagerly() if is_loaded() else nullcontext():
+    with WATCHING, eagerly() if is_loaded() else _NOTHING:
         mode = Mode(problem, relay, options, log)
         return KeptForward(mode, relay, _run_forward(problem, mode).loss)
 

@@ -17,6 +17,7 @@ from ..factors.sum import Placement, Sum, as_stored, sum_of
 from ..registry.params import Param, Source
 from ..torch_ import tracing
 from ..torch_.autograd import in_full_precision
+from .problem import Problem
 
 
 class Collector:
@@ -26,8 +27,8 @@ class Collector:
     weights: Tensor | None = None  # (N,): what each sample's gradients count, where that is not in the backward's seed
     weighs_factors = False  # the weights are not to be in the backward's seed
 
-    def __init__(self, params: Sequence[Tensor], n: int) -> None:
-        self.params, self.n = list(params), n
+    def __init__(self, problem: Problem) -> None:
+        self.params, self.n = problem.params, problem.n
 
     def has(self, source: Source) -> bool:
         """Whether anything came for `source`."""
@@ -71,12 +72,10 @@ class Relay(Collector):
 class DenseCollector(Collector):
     """Per-sample gradients (N, *shape) of every parameter, written as factors arrive."""
 
-    def __init__(self, params: Sequence[Tensor], n: int, buffers: Sequence[Tensor] | None = None) -> None:
-        self.params, self.n = list(params), n
+    def __init__(self, problem: Problem, buffers: Sequence[Tensor] | None = None) -> None:
+        self.params, self.n = problem.params, problem.n
         self.grads: dict[int, Tensor] = {}  # what has been written, by the source's index
-        self.later: dict[
-            int, list[Placement]
-        ] = {}  # small factors of what is used often: one long sum for many short ones
+        self.later: dict[int, list[Placement]] = {}  # small factors of what is used often: one long sum for many
         self.buffers = None if buffers is None else list(buffers)  # contiguous, where parameters are to be written
 
     def has(self, source: Source) -> bool:
@@ -192,8 +191,8 @@ def _room(factor: Factor, shape: tuple[int, ...], like: Tensor) -> Tensor | None
 class FactorCollector(Collector):
     """The factors themselves, without the graph they come from."""
 
-    def __init__(self, params: Sequence[Tensor], n: int) -> None:
-        self.params, self.n = list(params), n
+    def __init__(self, problem: Problem) -> None:
+        self.params, self.n = problem.params, problem.n
         self.terms: dict[int, list[Placement]] = {}  # by the source's index
         self.held = 0  # bytes
 
@@ -250,9 +249,10 @@ class NormTakenTooEarly(BaseException):
 class NormCollector(FactorCollector):
     """Norms, taken as factors arrive where one is all that comes; the others are kept till the end."""
 
-    def __init__(self, params: Sequence[Tensor], n: int, reduces_early: bool = True) -> None:
-        super().__init__(params, n)
-        self.reduces_early = reduces_early
+    reduces_early = True
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
         self.taken: dict[int, Tensor] = {}
         self.memo = NormMemo()
 
@@ -266,7 +266,8 @@ class NormCollector(FactorCollector):
         index = source.index
         if index in self.taken:
             raise NormTakenTooEarly
-        if source.uses == 1 and self.reduces_early and index < len(self.params) and 0 not in param.value.stride():
+        is_one = param.value is source.value or 0 not in param.value.stride()  # each number has a gradient of its own
+        if is_one and source.uses == 1 and self.reduces_early and index < len(self.params):
             self.taken[index] = factor.norms_with(self.memo)
         else:
             super().add(param, factor, use)
@@ -276,16 +277,23 @@ class NormCollector(FactorCollector):
             raise NormTakenTooEarly
         super().add_dense(source, grads)
 
-    @in_full_precision
     def norms(self) -> list[Tensor | None]:
         """Norms (N,) of every parameter; None where all are zero."""
-        found: list[Tensor | None] = []
-        for i in range(len(self.params)):
-            norms = self.taken.get(i)
-            if norms is None and (own := self._sum(i)) is not None:
-                norms = own.norms_with(self.memo)
-            found.append(norms)
-        return found
+        if self.terms:
+            self._take_kept()
+        return list(map(self.taken.get, range(len(self.params))))
+
+    @in_full_precision
+    def _take_kept(self) -> None:
+        for i in sorted(self.terms):
+            if (own := self._sum(i)) is not None:
+                self.taken[i] = own.norms_with(self.memo)
+
+
+class LateNormCollector(NormCollector):
+    """Norms of factors that are all kept till the end."""
+
+    reduces_early = False
 
 
 _MODERATE = (1e-6, 1e6)  # weights that a backward in float32 takes without harm
@@ -294,8 +302,9 @@ _MODERATE = (1e-6, 1e6)  # weights that a backward in float32 takes without harm
 class SumCollector(Collector):
     """The sum over samples of each parameter's gradients, added up as factors arrive."""
 
-    def __init__(self, params: Sequence[Tensor], n: int, seed: Tensor | None) -> None:
-        super().__init__(params, n)
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        seed = problem.seed
         self.sums: dict[int, Tensor] = {}  # by the source's index, in the dtype for sums
         # the samples whose weight is not 0; the others are left out, as 0 times a NaN would be NaN. None: all
         self.counted: Tensor | None = None

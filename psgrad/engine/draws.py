@@ -47,11 +47,12 @@ class Draws:
 
     def __init__(self, params: Sequence[Tensor], randomness: str) -> None:
         self.params = params
-        self.watches = randomness == "different" and (not dispatch_modes() or are_for_others())
-        self.seedings = seedings() if self.watches else None
         self.elsewhere: dict[torch.device, Tensor] = {}
-        if self.watches and not all(map(_is_cpu, params)):
-            self.elsewhere = self._states()
+        self.watches = randomness == "different" and (not dispatch_modes() or are_for_others())
+        if self.watches:
+            self.seedings = seedings()
+            if not all(map(_is_cpu, params)):
+                self.elsewhere = self._states()
 
     def _states(self) -> dict[torch.device, Tensor]:
         """The states of generators off the CPU, where seeding is not noticed as such."""

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..errors import PsgradError, is_out_of_memory, name_of, place, reason_of
 from ..factors import assumptions
-from ..factors.numerics import unfolded
 from ..registry.rule import RULES
 from ..torch_ import levels, operators
 from ..torch_.functions import (
@@ -40,7 +39,7 @@ from ..torch_.functions import (
     reads_values,
     writes,
 )
-from ..torch_.storage import parted, storage_of
+from ..torch_.storage import parted, storage_of, unfolded
 from ..torch_.tracing import NO_VALUES
 from ..torch_.watching import FunctionCall, says_vmap, vmaps_its_backward
 from . import checkpoint, constants, faults, op_loop, ragged_indexing
@@ -209,7 +208,7 @@ def apply_to_all_samples(mode: "Mode", call: "TorchCall") -> Any:
     x, *others = call.args
     if not levels.is_batched(x, mode.level):
         return levels.below(call.func, *call.args)
-    return levels.wrap(levels.below(call.func, levels.rows_in_front(x, mode.level), *others), mode.level)
+    return levels.sampled_below(mode.level, call.func, levels.rows_in_front(x, mode.level), *others)
 
 
 def call_custom_op(mode: "Mode", call: "TorchCall") -> Any:
@@ -389,9 +388,9 @@ def run_pointwise(mode: "Mode", func: Any, args: Any, kwargs: Any) -> Any:
     """
     tensors = [value for value in kwargs.values() if isinstance(value, Tensor)] if kwargs else ()
     if len(args) == 1 and not tensors and levels.current_level() == mode.level:
-        x = levels.rows_in_front(args[0], mode.level)
+        x = levels.lower(args[0], mode.n, mode.level)
         if x.dim() > 1 and x.shape[1] == 1 and (rows := unfolded(x)) is not None:
-            return levels.wrap(levels.below(_parted, func, rows, kwargs), mode.level)
+            return levels.sampled_below(mode.level, _parted, func, rows, kwargs)
     return func(*args, **kwargs)
 
 

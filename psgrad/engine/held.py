@@ -18,6 +18,7 @@ class Holding(Protocol):
     """A context in which a model holds given parameters. It can be entered again."""
 
     model: Any
+    lock: Any  # on the model
 
     def __enter__(self) -> None: ...
     def __exit__(self, *error: Any) -> None: ...
@@ -29,7 +30,6 @@ class _Held(threading.local):
 
     def __init__(self) -> None:
         self.looping = 0  # how many loops over samples, one inside the other, this thread is in
-        self.locks: list[Any] = []  # on models
         self.holdings: list[Holding] = []  # those that are entered
         self.record: list[Holding] | None = None  # all that were entered, where somebody asks
 

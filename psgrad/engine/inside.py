@@ -38,9 +38,7 @@ class LinearMap:
             return self.constant(self.weight, self.bias, x)
         if levels.current_level() != self.level:
             return parts.apply(self, x)
-        return levels.wrap(
-            levels.below(self._at_samples, levels.lower(levels.alive(x), self.n, self.level)), self.level
-        )
+        return levels.sampled_below(self.level, self._at_samples, levels.lower(levels.alive(x), self.n, self.level))
 
     @property
     def tangent(self) -> "LinearMap":

@@ -11,13 +11,14 @@ from ..factors.sum import MatrixBlock, Sum, as_stored
 from ..registry.params import Param, Source
 from ..torch_.autograd import in_full_precision
 from .collectors import Collector, placement
+from .problem import Problem
 
 
 class KronCollector(Collector):
     """Sums over samples and positions of g g^T and x x^T for the parameters that are `wanted`."""
 
-    def __init__(self, params: Sequence[Tensor], n: int, wanted: Collection[int]) -> None:
-        super().__init__(params, n)
+    def __init__(self, problem: Problem, wanted: Collection[int]) -> None:
+        super().__init__(problem)
         self.wanted = wanted
         self.sums: dict[int, Kron] = {}
         self.others: dict[int, str] = {}  # parameters with gradients that are no outer products: what these are

@@ -109,15 +109,15 @@ def collect(
     """
     collector = make(problem)
     found: Outcome | _Refusal = _attempt(problem, partial(run_together, problem, collector, on_copies=on_copies))
-    if assumptions.are_for_others() and isinstance(found, _Refusal) and not found.writes:
-        what = "samples part ways" if found.groups else f"samples run one by one ({found.why})"
-        raise Unrecordable(f"{what} at {found.where}")
     if isinstance(found, Outcome):
         if found.looped and not quiet:
             _warn_of_loops(found.looped)
         yield Group(None, collector, found)
     elif found.writes:
         yield from collect(problem, make, quiet=quiet, on_copies=True)
+    elif assumptions.are_for_others():
+        what = "samples part ways" if found.groups else f"samples run one by one ({found.why})"
+        raise Unrecordable(f"{what} at {found.where}")
     elif not found.groups:
         reason = f"psgrad runs fn in a loop over samples: exact, but slow\n  vmap refused at {found.where}: {found.why}"
         yield from _one_by_one(problem, make, None if quiet else reason)

@@ -1,6 +1,6 @@
 """Numbers that are linear in a sample's gradients, such as inner products: added up as factors arrive."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -9,6 +9,7 @@ from ..factors.sum import Sum, as_stored
 from ..registry.params import Param, Source
 from ..torch_.autograd import in_full_precision
 from .collectors import FactorCollector, placement
+from .problem import Problem
 
 LinearMap = Callable[[int, Sum], Tensor]  # for the index of a parameter, and gradients of it: (N, D)
 
@@ -22,8 +23,8 @@ class LinearCollector(FactorCollector):
     end.
     """
 
-    def __init__(self, params: Sequence[Tensor], n: int, linear_map: LinearMap, merges: bool = False) -> None:
-        super().__init__(params, n)
+    def __init__(self, problem: Problem, linear_map: LinearMap, merges: bool = False) -> None:
+        super().__init__(problem)
         self.linear_map = linear_map
         self.reduces_early = merges  # then `uses` are counted
         self.merges = merges

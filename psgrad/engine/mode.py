@@ -172,19 +172,20 @@ class Mode(TorchFunctionMode):
         if levels.current_level() != self.level and may_use_params(func):
             args, kwargs = self._as_given(args, kwargs)
         operands = self.look((*args, *kwargs.values()) if kwargs else args)
+        _, params, samples, graph = operands
         rule = RULES.get(key)
         if kwargs and kwargs.get("out") is not None:
-            refuse_out(self, operands.params or operands.samples)
-        if not operands.graph and not self.outdated:
+            refuse_out(self, params or samples)
+        if not graph and not self.outdated:
             if rule is not None:
                 if is_only_ruled(func):
                     return run_rule(self, rule, func, args, kwargs, operands)
-            elif not operands.params and is_ordinary(func) and not (kwargs and _does_more(kwargs)):
-                if func in POINTWISE and operands.samples and not is_hooked:
+            elif not params and is_ordinary(func) and not (kwargs and _does_more(kwargs)):
+                if func in POINTWISE and samples and not is_hooked:
                     return run_pointwise(self, func, args, kwargs)
                 return func(*args, **kwargs)  # as most calls are: 2 us on top of vmap's own
         call = TorchCall(func, args, kwargs, operands, rule)
-        if operands.graph:
+        if graph:
             call = freeze(self, call)
         for handler in handlers_of(func):
             found = handler(self, call)

@@ -103,7 +103,7 @@ def _stacked(found: list[Any], level: int) -> Any:
     split_by_keys([(spec, *map(_kind, leaves)) for leaves, spec in flat])
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     joined = [
-        levels.wrap(levels.below(torch.stack, column), level) if isinstance(column[0], Tensor) else column[0]
+        levels.sampled_below(level, torch.stack, column) if isinstance(column[0], Tensor) else column[0]
         for column in columns
     ]
     return optree.tree_unflatten(flat[0][1], joined)

@@ -1,6 +1,8 @@
 """One call, validated: flat tensors, their paths, and how to run `fn` on them."""
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import optree
@@ -55,15 +57,6 @@ class Problem(NamedTuple):
     def names(self) -> list[str]:
         """The paths of all parameters; worked out when asked for, which is seldom."""
         return paths(self.params_spec, "params")
-
-    @property
-    def callers(self) -> list[Tensor]:
-        """What `fn` must not write to: the parameters, and the tensors of the batch, if that is the caller's."""
-        if self.own_batch:
-            return self.params
-        if all(self.batched):
-            return self.params + self.batch
-        return self.params + [t for t in self.batch if isinstance(t, Tensor)]
 
     @property
     def requires_grad(self) -> bool:
@@ -146,6 +139,41 @@ def _aux_leaf(leaf: Any, i: int, spec: optree.PyTreeSpec) -> Tensor:
     )
 
 
+# ---- pytrees as flat lists ------------------------------------------------------------------------------
+
+_TENSORS, _TEXTS = {Tensor}, {str}
+
+
+def flatten(tree: Any, *, none_is_leaf: bool = False) -> tuple[list[Any], optree.PyTreeSpec]:
+    """The leaves of a tree, and its structure.
+
+    What nearly every call is given, a dict from names to tensors and a tuple of tensors, is not walked: its structure
+    depends on the names, or the number of tensors, alone, and is worked out once.
+    """
+    if type(tree) is dict:
+        if set(map(type, tree.values())) == _TENSORS and set(map(type, tree)) == _TEXTS:  # 1 and True are one key
+            spec, values = _of_names(tuple(tree), none_is_leaf)
+            return list(values(tree)), spec
+    elif type(tree) is tuple and set(map(type, tree)) == _TENSORS:
+        return list(tree), _of_count(len(tree), none_is_leaf)
+    return optree.tree_flatten(tree, none_is_leaf=none_is_leaf)
+
+
+@lru_cache(maxsize=256)
+def _of_names(names: Sequence[str], none_is_leaf: bool) -> tuple[optree.PyTreeSpec, Callable[[Any], Sequence[Any]]]:
+    """The structure of a dict with these names, in their order, and what takes its values in the order of leaves."""
+    tree: Any = {name: name for name in names}
+    leaves, spec = optree.tree_flatten(tree, none_is_leaf=none_is_leaf)
+    return spec, itemgetter(*leaves) if len(leaves) > 1 else lambda tree: [tree[leaves[0]]]
+
+
+@lru_cache(maxsize=256)
+def _of_count(count: int, none_is_leaf: bool) -> optree.PyTreeSpec:
+    """The structure of a tuple of so many tensors."""
+    tree: Any = (0,) * count
+    return optree.tree_structure(tree, none_is_leaf=none_is_leaf)
+
+
 def paths(spec: optree.PyTreeSpec, root: str) -> list[str]:
     """How to write each leaf of a tree called `root`: params['tok']['weight']."""
     return [accessor.codify(root) for accessor in spec.accessors()]
@@ -165,6 +193,9 @@ def _in_words(leaf: Any) -> str:
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+# ---- random numbers --------------------------------------------------------------------------------------
 
 
 def generators(params: Sequence[Tensor]) -> dict[torch.device, Tensor]:

@@ -116,9 +116,11 @@ class DeferredCalls:
         self.edges: list[GradientEdge] = []  # where the outputs were made: `fn` may change them in place later
         self.calls: list[tuple[BoundRule, Tensor, int, Any, torch.Size | None]] = []
 
-    def takes_more(self) -> bool:
-        """Whether another small call may be added."""
-        return self.held <= costs.SMALL_TOTAL and not self.save_memory and saved_tensor_hooks() is None
+    def takes(self, bound: BoundRule, x: Tensor) -> bool:
+        """Whether a call is small enough to be added."""
+        if self.save_memory or not bound.rule.native or x.nbytes > costs.SMALL:
+            return False
+        return self.held <= costs.SMALL_TOTAL and saved_tensor_hooks() is None
 
     def run(self, bound: BoundRule, x: Tensor) -> Tensor:
         """The output of a call."""
@@ -203,10 +205,10 @@ def _autocast(bound: BoundRule, anchor: Tensor | None, x: Tensor) -> Tensor:
 
 def run_rule(mode: "Mode", rule: Entry, func: Any, args: Any, kwargs: Any, operands: "Operands") -> Any:
     """The rule's way with a call, or vmap's where the rule does not fit."""
-    params = operands.params
+    given, params, samples, _ = operands
     if not params:
         plain = isinstance(rule, Rule) and rule.only_params  # as good without parameters
-        if plain or not operands.samples:
+        if plain or not samples:
             return func(*args, **kwargs)
     if isinstance(rule, Composite):
         with mode:  # its parts come to the mode again
@@ -215,13 +217,12 @@ def run_rule(mode: "Mode", rule: Entry, func: Any, args: Any, kwargs: Any, opera
         return _run_inside(mode, rule, func, args, kwargs, operands)
     if isinstance(rule, BatchFold):
         return _run_folded(mode, rule, func, args, kwargs, params)
-    if not operands.samples and rule.only_params:  # a weight made of weights, not a weight at work
+    if not samples and rule.only_params:  # a weight made of weights, not a weight at work
         if mode.options.of_params_per_sample:
             why = "a function of parameters is changed in place"
             return mode.left_to_vmap(func, args, kwargs, params, why)
         return run_once(mode, func, args, kwargs, params)
     try:
-        given = operands.resolved
         if kwargs:
             named = dict(zip(kwargs, given[len(args) :], strict=True))
             call = rule.bind(*given[: len(args)], **named)
@@ -238,10 +239,12 @@ def run_rule(mode: "Mode", rule: Entry, func: Any, args: Any, kwargs: Any, opera
 
 def _run_call(mode: "Mode", rule: Rule, call: Call, func: Any, args: Any, kwargs: Any, operands: "Operands") -> Any:
     """A call that the rule has taken."""
-    params, bound = operands.params, BoundRule(rule, call.options, call.params, mode.collector)
-    if bound.is_complex or call.x.dtype.is_complex:
+    x, own, options, _, _, others = call
+    _, params, samples, _ = operands
+    bound = BoundRule(rule, options, own, mode.collector)
+    if bound.is_complex or x.dtype.is_complex:
         return mode.left_to_vmap(func, args, kwargs, params, "complex numbers")
-    of_params = not operands.samples and not bound.constants and isinstance(call.x, Param)
+    of_params = not samples and not bound.constants and type(x) is Param
     if of_params and not mode.options.of_params_per_sample:
         return run_once(mode, func, args, kwargs, params)  # a standardised weight, say
     for constant in bound.constants:
@@ -253,12 +256,12 @@ def _run_call(mode: "Mode", rule: Rule, call: Call, func: Any, args: Any, kwargs
         for param in params:
             param.source.uses += 1
     if mode.log is not None:
-        others = [p for p in call.others if isinstance(p, Param)]
-        bound.use = mode.record(func, [p for p in params if p not in others], rule.name)
-        mode.record(func, others, None, "an input of the op, not its weight")
-    lowered = [mode.lower(t) for t in call.others] if call.others else ()
-    x = levels.lower(call.x.wrapped if type(call.x) is Param else call.x, mode.n, mode.level)
-    return levels.wrap(levels.below(_apply_bound, mode, call, bound, x, *lowered), mode.level)
+        inputs = [p for p in others if isinstance(p, Param)]
+        bound.use = mode.record(func, [p for p in params if p not in inputs], rule.name)
+        mode.record(func, inputs, None, "an input of the op, not its weight")
+    lowered = [mode.lower(t) for t in others] if others else ()
+    x = levels.lower(x.wrapped if type(x) is Param else x, mode.n, mode.level)
+    return levels.sampled_below(mode.level, _apply_bound, mode, call, bound, x, *lowered)
 
 
 def _apply_bound(mode: "Mode", call: Call, bound: BoundRule, x: Tensor, *others: Tensor | None) -> Tensor:
@@ -267,7 +270,7 @@ def _apply_bound(mode: "Mode", call: Call, bound: BoundRule, x: Tensor, *others:
         x = call.before(x, *others)
     if autograd.is_autocasting() and torch.is_autocast_enabled(x.device.type):
         y = _autocast(bound, mode.anchor, x)
-    elif bound.rule.native and x.nbytes <= costs.SMALL and mode.deferred.takes_more():
+    elif mode.deferred.takes(bound, x):
         y = mode.deferred.run(bound, x)
     else:
         y = _apply(bound, None, x, mode.anchor if True in bound.tracked else None)
@@ -342,7 +345,7 @@ def _run_folded(mode: "Mode", rule: BatchFold, func: Any, args: Any, kwargs: Any
     if params:
         mode.unruled(func, params, "folded into the batch; no rule for a parameter here")
     tensors, options = bound
-    return levels.wrap(levels.below(rule.run, options, *map(mode.lower, tensors)), mode.level)
+    return levels.sampled_below(mode.level, rule.run, options, *map(mode.lower, tensors))
 
 
 def ask_op(mode: "Mode", func: Any, args: Any, kwargs: Any) -> None:

@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from ..errors import ArgumentError, ArgumentTypeError
 from ..torch_ import levels
 from .held import HELD
-from .problem import Problem, generators, kind_of, paths
-from .trees import flatten
+from .problem import Problem, flatten, generators, kind_of, paths
 
 
 def is_nested() -> bool:

@@ -107,7 +107,7 @@ def with_sample_axis(mode: "Mode", new: Any) -> Any:
     """A new tensor with memory of its own for every sample."""
     if not isinstance(new, Tensor) or not mode.is_innermost or levels.is_batched(new, mode.level):
         return new
-    return levels.wrap(levels.below(new.expand(mode.n, *new.shape).contiguous), mode.level)
+    return levels.sampled_below(mode.level, new.expand(mode.n, *new.shape).contiguous)
 
 
 def put(mode: "Mode", call: "TorchCall") -> Any:

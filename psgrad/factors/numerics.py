@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 from ..torch_ import tracing
-from ..torch_.modules import gradient_hooks_of
-from ..torch_.storage import base_of, is_parting
 from . import assumptions, costs
 
 
@@ -165,26 +163,3 @@ def as_rows(t: Tensor) -> Tensor:
     """(N, ..., D) as (N, T, D)."""
     axes = t.dim()
     return t if axes == 3 else t.flatten(1, -2) if axes > 3 else t[:, None]
-
-
-def folded(t: Tensor) -> Tensor:
-    """(N, B, ...) as (N B, ...)."""
-    base = unfolded(t)
-    return t.flatten(0, 1) if base is None else base
-
-
-def unfolded(t: Tensor) -> Tensor | None:
-    """The (N B, ...) tensor that (N, B, ...) is a view of, as where a sample was given an axis. None: there is none."""
-    base = base_of(t)
-    if base is None or base.dim() != t.dim() - 1:
-        return None
-    if base.requires_grad or t.requires_grad:  # a graph may have come another way than the memory
-        node, below = t.grad_fn, base.grad_fn
-        if node is None or below is None or node.next_functions != ((below, base.output_nr),):
-            return None
-        # `fn` may have a hook there, or a Function with a backward of its own; fully_shard has hooks on the tensor
-        if not is_parting(node) or gradient_hooks_of(t):
-            return None
-    n, b, *rest = t.shape
-    alike = base.shape == (n * b, *rest) and base.dtype is t.dtype and base.is_contiguous() and t.is_contiguous()
-    return base if alike else None

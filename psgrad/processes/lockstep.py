@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..engine.batched import Outcome, run_pass
-from ..engine.collectors import Collector, FactorCollector, NormCollector, SumCollector
+from ..engine.collectors import Collector, FactorCollector, LateNormCollector, SumCollector
 from ..engine.ladder import Group, generators_kept
 from ..engine.mode import RunOptions
 from ..engine.problem import Problem, generators, rewind
@@ -114,7 +114,7 @@ class Lockstep:
                 self._step(has_work=True)
                 self._learn(rows)
                 try:
-                    self._pass(rows, NormCollector(rows.params, n, reduces_early=False), work.options)
+                    self._pass(rows, LateNormCollector(rows), work.options)
                     return
                 except OutOfTurn:
                     work = self._again(work)
@@ -194,8 +194,8 @@ class Lockstep:
 
     def _idle_collector(self, one: Problem) -> Collector:
         if self.pieces is None:
-            return FactorCollector(one.params, 1)
-        return SumCollector(one.params, 1, one.params[0].new_zeros(1))  # a weight of zero: nothing is added
+            return FactorCollector(one)
+        return SumCollector(one._replace(seed=one.params[0].new_zeros(1)))  # a weight of zero: nothing is added
 
     def _pass(self, part: Problem, collector: Collector, options: RunOptions) -> Outcome:
         _copy_parameters(collector)

@@ -717,9 +717,6 @@ class Factors(Quantity[list[tuple[list[Block], int]], list[tuple[list[Block], in
         state.append((blocks, chunk.n))
         return outcome
 
-    def finish(self, state: list[tuple[list[Block], int]]) -> list[tuple[list[Block], int]]:
-        return state
-
 
 def factored_chunk(chunk: Problem, run: Run) -> tuple[FactoredGrads, Outcome]:
     """The factors of a chunk, to ask questions of; and what came out besides, to be joined with that of others."""

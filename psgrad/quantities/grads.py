@@ -12,8 +12,7 @@ from ..composable import composed
 from ..engine.batched import Outcome
 from ..engine.collectors import DenseCollector
 from ..engine.ladder import differentiating, join, no_outcome
-from ..engine.problem import Problem, differences, paths
-from ..engine.trees import flatten
+from ..engine.problem import Problem, differences, flatten, paths
 from ..engine.validate import is_nested, validated
 from ..errors import ArgumentError, ArgumentTypeError
 from ..factors import warm_memory
@@ -219,7 +218,7 @@ class Grads(Quantity[list[Any], list[Tensor]]):
         outcomes: list[Outcome] = []
 
         def make(problem: Problem) -> DenseCollector:
-            return DenseCollector(problem.params, problem.n, targets if targets and problem is chunk else None)
+            return DenseCollector(problem, targets if targets and problem is chunk else None)
 
         for group in run(chunk, make):
             found = group.collector.result()
@@ -235,9 +234,6 @@ class Grads(Quantity[list[Any], list[Tensor]]):
             for target, own in zip(targets, found, strict=True):
                 target.index_copy_(0, group.places.to(target.device), own)
         return join(outcomes, places)
-
-    def finish(self, state: list[Any]) -> list[Tensor]:
-        return state
 
     def rehearsal(self) -> "Grads":
         return Grads()

@@ -124,7 +124,7 @@ class _Jacobians(Quantity[list[Tensor], list[Tensor]]):
         outcome = None
 
         def make(problem: Problem) -> DenseCollector:
-            return DenseCollector(problem.params, problem.n, room if problem is chunk else None)
+            return DenseCollector(problem, room if problem is chunk else None)
 
         for k in range(self.outputs.count):
             outcomes: list[Outcome] = []

@@ -196,7 +196,7 @@ class KronSums(Quantity[_Sums, _Sums]):
         places: list[Tensor | None] = []
 
         def make(problem: Problem) -> KronCollector:
-            return KronCollector(problem.params, problem.n, self.wanted)
+            return KronCollector(problem, self.wanted)
 
         for group in run(chunk, make):
             state.others |= group.collector.others
@@ -208,9 +208,6 @@ class KronSums(Quantity[_Sums, _Sums]):
             outcomes.append(group.outcome)
             places.append(group.places)
         return join(outcomes, places)
-
-    def finish(self, state: _Sums) -> _Sums:
-        return state
 
 
 def _over_all_ranks(own: _Sums, ranks: Ranks, problem: Problem, wanted: Sequence[int]) -> _Sums:

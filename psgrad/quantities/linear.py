@@ -47,7 +47,7 @@ class LinearRows(Quantity[Rows, list[Tensor]]):
         outcomes: list[Outcome] = []
 
         def make(problem: Problem) -> LinearCollector:
-            return LinearCollector(problem.params, problem.n, state.linear_map, self.merges)
+            return LinearCollector(problem, state.linear_map, self.merges)
 
         for group in run(chunk, make):
             numbers = group.collector.numbers()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..annotations import Group, P, Randomness
 from ..engine.batched import Outcome
-from ..engine.collectors import NormCollector, NormTakenTooEarly
+from ..engine.collectors import LateNormCollector, NormCollector, NormTakenTooEarly
 from ..engine.ladder import join
 from ..engine.problem import Problem, generators, rewind
 from ..engine.validate import is_nested, validated
@@ -248,49 +248,37 @@ def norms_of_chunk(
     draws = generators(chunk.params) if repeats_draws or waits else {}
     if waits:
         with assumptions.doubted() as doubts:
-            found = norms_of_chunk_at_once(chunk, run, per_param, draws)
+            found = _norms_by(NormCollector, chunk, run, per_param, draws)
         if assumptions.hold(doubts):
             return found
         rewind(draws)
-    return norms_of_chunk_at_once(chunk, run, per_param, draws)
-
-
-def norms_of_chunk_at_once(chunk: Problem, run: Run, per_param: bool, draws: Any) -> tuple[list[Tensor], Outcome]:
-    """The same, with as many looks at values as there are doubts."""
-    try:
-        return _norms_by(_early, chunk, run, per_param)
-    except NormTakenTooEarly:
-        rewind(draws)
-        return _norms_by(_late, chunk, run, per_param)
-
-
-def _early(problem: Problem) -> NormCollector:
-    return NormCollector(problem.params, problem.n)
-
-
-def _late(problem: Problem) -> NormCollector:
-    return NormCollector(problem.params, problem.n, reduces_early=False)
+    return _norms_by(NormCollector, chunk, run, per_param, draws)
 
 
 def _norms_by(
-    make: Callable[[Problem], NormCollector], chunk: Problem, run: Run, per_param: bool
+    collector: type[NormCollector], chunk: Problem, run: Run, per_param: bool, draws: Any
 ) -> tuple[list[Tensor], Outcome]:
+    """Norms, taken early, or where that was too early once more, with factors kept."""
     found: list[list[Tensor]] = []
     places: list[Tensor | None] = []
     outcomes: list[Outcome] = []
     dtype, device = dtype_of(chunk), chunk.params[0].device
-    for group in run(chunk, make):
-        rows = group.collector.norms()
-        if not per_param:
-            rows = [norm_of_all(rows)]
-        for i, t in enumerate(rows):
-            if t is None:
-                rows[i] = torch.zeros(group.outcome.values.shape[0], dtype=dtype, device=device)
-            elif t.dtype is not dtype or t.device != device:
-                rows[i] = t.to(device, dtype)
-        found.append(rows)
-        places.append(group.places)
-        outcomes.append(group.outcome)
+    try:
+        for own, taken, outcome in run(chunk, collector):
+            rows: list[Any] = taken.norms() if per_param else [norm_of_all(taken.norms())]
+            for i, t in enumerate(rows):
+                if t is None:
+                    rows[i] = torch.zeros(outcome.values.shape[0], dtype=dtype, device=device)
+                elif t.device != device:
+                    rows[i] = t.to(device, dtype)
+                elif t.dtype is not dtype:
+                    rows[i] = t.to(dtype)
+            found.append(rows)
+            places.append(own)
+            outcomes.append(outcome)
+    except NormTakenTooEarly:
+        rewind(draws)
+        return _norms_by(LateNormCollector, chunk, run, per_param, draws)
     if places[0] is None:
         return found[0], outcomes[0]
     outcome = join(outcomes, places)

@@ -340,9 +340,6 @@ class Moments(Quantity[_Moments, _Moments]):
         state.seen += chunk.n
         return outcome
 
-    def finish(self, state: _Moments) -> _Moments:
-        return state
-
 
 def _layer_by_layer(ranks: Ranks, there: Counted, chunk_size: Any, max_bytes: Any) -> GradStats[Any]:
     """The same for a model under fully_shard: factors are kept, and moments are made parameter by parameter."""

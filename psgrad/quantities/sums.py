@@ -262,9 +262,6 @@ class WeightedSums(Quantity[Totals, Totals]):
     def add(self, state: Totals, rows: slice, chunk: Problem, run: Run) -> Outcome:
         return add_weighted_chunk(state, chunk, None if self.weights is None else self.weights[rows], run)
 
-    def finish(self, state: Totals) -> Totals:
-        return state
-
     def rehearsal(self) -> "WeightedSums":
         return WeightedSums(None)
 
@@ -273,15 +270,11 @@ def add_weighted_chunk(totals: Totals, chunk: Problem, weights: Tensor | None, r
     """The gradients of a chunk, summed with weights, added to `totals`."""
     outcomes: list[Outcome] = []
     places: list[Tensor | None] = []
-    for group in run(chunk._replace(seed=weights), _sum_collector):
+    for group in run(chunk._replace(seed=weights), SumCollector):
         accumulate(totals, group.collector.result())
         outcomes.append(group.outcome)
         places.append(group.places)
     return join(outcomes, places)
-
-
-def _sum_collector(problem: Problem) -> SumCollector:
-    return SumCollector(problem.params, problem.n, problem.seed)
 
 
 # ---- with weights that depend on the norms ---------------------------------------------------------------
@@ -385,9 +378,6 @@ class KeptSums(Quantity[FromNorms, FromNorms]):
                 return found
         return weigh(norms_of(chunk, blocks, weigh.per_param), count)
 
-    def finish(self, state: FromNorms) -> FromNorms:
-        return state
-
     def rehearsal(self) -> "KeptSums":
         return KeptSums(_Rehearsed(self.weigh.per_param))
 
@@ -424,9 +414,6 @@ class TwoPasses(Quantity[FromNorms, FromNorms]):
 
     def add(self, state: FromNorms, rows: slice, chunk: Problem, run: Run) -> Outcome:
         return add_weighted_chunk(state.totals, chunk, state.weights[0][rows], run)
-
-    def finish(self, state: FromNorms) -> FromNorms:
-        return state
 
     def rehearsal(self) -> "TwoPasses":
         return TwoPasses(_Rehearsed(False))

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from ..factors.base import Factor
 from ..factors.dense import Dense
-from ..factors.numerics import as_rows, folded
+from ..factors.numerics import as_rows
 from ..factors.outer import Outer
 from ..registry.rule import Call, Decline, Needs, Param, Rule
-from ..torch_.storage import parted
+from ..torch_.storage import folded, parted
 
 
 def forward(options: None, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:

@@ -430,7 +430,7 @@ def _plan_of(problem: Problem, quantity: "Quantity[Any, Any]") -> Plan:
     A plan is a choice of memory, never of the answer: safe to remember.
     """
     fn: Any = problem.fn
-    new, signature = Plan(quantity.has_sums), _signature(problem)
+    signature = _signature(problem)
     try:
         owner, method = fn, None
         if isinstance(fn, types.MethodType):  # is made anew whenever it is looked up
@@ -438,13 +438,14 @@ def _plan_of(problem: Problem, quantity: "Quantity[Any, Any]") -> Plan:
         key = method, quantity.name, signature
         with _LOCK:
             plans = _PLANS.setdefault(owner, OrderedDict())
-            plan = plans.setdefault(key, new)
+            plan = plans.get(key) or Plan(quantity.has_sums)
+            plans[key] = plan
             plans.move_to_end(key)
             if len(plans) > PLANS:
                 plans.popitem(last=False)
         return plan
     except TypeError:
-        return new
+        return Plan(quantity.has_sums)
 
 
 def _signature(problem: Problem) -> tuple[Hashable, ...]:
@@ -468,12 +469,9 @@ def _leaf(t: Any, batched: bool) -> Hashable:
 def _settings(problem: Problem) -> Hashable:
     """Torch's settings on which dtypes and kernels depend."""
     kinds = sorted({"cpu"} | {p.device.type for p in problem.params})
-    casts = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if _casts(kind)]
+    can_cast, does_cast = torch.amp.autocast_mode.is_autocast_available, torch.is_autocast_enabled
+    casts = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if can_cast(kind) and does_cast(kind)]
     return tuple(casts), torch.get_default_dtype(), torch.get_num_threads(), torch.backends.mkldnn.enabled
-
-
-def _casts(kind: str) -> bool:
-    return torch.amp.autocast_mode.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def _training(fn: Any) -> tuple[bool, ...]:

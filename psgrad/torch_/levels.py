@@ -136,6 +136,16 @@ def below(run: Callable[..., _T], *args: object) -> _T:
         _ft.push_dynamic_layer_stack(layer)
 
 
+def sampled_below(level: int, run: Callable[..., Tensor], *args: object) -> Tensor:
+    """The same for a `run` that gives a (N, ...) tensor: as the vmap at `level`, the innermost, hands it on."""
+    layer = _ft.pop_dynamic_layer_stack()
+    try:
+        found = run(*args)
+    finally:
+        _ft.push_dynamic_layer_stack(layer)
+    return _ft._add_batch_dim(found, 0, level)
+
+
 def at(level: int, run: Callable[..., _T], *args: object) -> _T:
     """`run(*args)` with the transforms above `level` set aside, which take no part in it."""
     if current_level() == level:

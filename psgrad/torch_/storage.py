@@ -48,13 +48,32 @@ is_view: Callable[[Tensor], bool] = Tensor._is_view  # whether autograd knows a 
 
 
 def parted(t: Tensor) -> Tensor:
-    """(N, ...) as (N, 1, ...), where nobody but us has the tensor without that axis: `is_parting` knows the node."""
+    """(N, ...) as (N, 1, ...), where nobody but us has the tensor without that axis: `unfolded` knows the node."""
     return t.unsqueeze(-t.dim())  # counted from behind, as vmap counts no axis of a function's own
 
 
-def is_parting(node: Any) -> bool:
-    """Whether a node of autograd's graph is that of `parted`."""
-    return node.name() == "UnsqueezeBackward0" and not 0 <= node._saved_dim < 1 << 63  # below 0, perhaps as unsigned
+def unfolded(t: Tensor) -> Tensor | None:
+    """The (N B, ...) tensor that (N, B, ...) is a view of, as where a sample was given an axis. None: there is none."""
+    base = base_of(t)
+    if base is None or base.dim() != t.dim() - 1:
+        return None
+    if t.requires_grad or base.requires_grad:  # a graph may have come another way than the memory
+        node: Any = t.grad_fn
+        below = base.grad_fn
+        if type(node).__name__ != "UnsqueezeBackward0" or 0 <= node._saved_dim < 1 << 63:  # below 0, perhaps unsigned
+            return None  # not the node of `parted`: a Function, say, with a backward of its own
+        if t._backward_hooks or below is None or node.next_functions != ((below, base.output_nr),):
+            return None  # `fn` may have a hook there; fully_shard has hooks on the tensor
+    if not (base.is_contiguous() and t.is_contiguous()) or base.dtype is not t.dtype:
+        return None
+    shape = t.shape
+    return base if base.shape == (shape[0] * shape[1], *shape[2:]) else None
+
+
+def folded(t: Tensor) -> Tensor:
+    """(N, B, ...) as (N B, ...)."""
+    base = unfolded(t)
+    return t.flatten(0, 1) if base is None else base
 
 
 def versions_of(tensors: Iterable[Tensor]) -> list[int]:
