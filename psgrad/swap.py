@@ -20,7 +20,7 @@ from .engine.held import HELD
 from .engine.ladder import callers_level
 from .errors import ArgumentError, UnsupportedOpError
 from .torch_ import levels
-from .torch_.modules import Home, buffers_of, children_of, gradient_hooks_of, parameters_of
+from .torch_.modules import FLAT_WEIGHTS, Home, buffers_of, children_of, gradient_hooks_of, parameters_of
 
 _LOCKS: "weakref.WeakKeyDictionary[torch.nn.Module, threading.RLock]" = weakref.WeakKeyDictionary()
 _memory_of: Callable[[Tensor], int] = Tensor.data_ptr
@@ -67,7 +67,7 @@ class Slots:
             (vars(module), key)
             for module in model.modules()
             for key, value in vars(module).items()
-            if isinstance(value, Tensor) or key == "_flat_weights"
+            if isinstance(value, Tensor) or key in FLAT_WEIGHTS
         ]
         self.has_run = False
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..torch_.modules import HOOKS_OF_ALL_MODULES
+from ..torch_.modules import FLAT_WEIGHTS, HOOKS_OF_ALL_MODULES
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _STOPS = (*_PLAIN, Tensor)  # nothing to be found inside
@@ -253,6 +253,8 @@ class Surroundings:
         self.sized.append(home)  # what an instance gets hides what its class has
         self._look_at_all(HOOKS_OF_ALL_MODULES)
         for key, value in list(home.items()):
+            if key in FLAT_WEIGHTS and isinstance(module, torch.nn.RNNBase):
+                continue  # its own parameters again: a forward lists them anew where they are others than before
             if key.startswith("_") and isinstance(value, dict):  # torch's own: parameters, buffers, modules, hooks
                 self._look_inside(value)
             else:

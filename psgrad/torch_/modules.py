@@ -26,6 +26,9 @@ def children_of(module: torch.nn.Module) -> Home:
     return module._modules
 
 
+FLAT_WEIGHTS = ("_flat_weights", "_flat_weight_refs")  # where a recurrent layer holds its parameters once more
+
+
 gradient_hooks_of: Callable[[torch.Tensor], Any] = attrgetter("_backward_hooks")  # registered on a tensor's gradient
 
 
