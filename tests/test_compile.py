@@ -26,6 +26,7 @@ from psgrad.compilation import recording
 from psgrad.compilation.recording import Recording
 from psgrad.compilation.sizes import padded_size
 from psgrad.compilation.surroundings import Surroundings
+from psgrad.factors import conv_costs
 from psgrad.torch_ import graphs
 
 from .cases import CASES, Case, N
@@ -1629,6 +1630,31 @@ def test_recurrent_layers_have_one_graph(by_hand: bool) -> None:
     for _ in range(3):
         check(step, params, (torch.randn(N, 5, 3, dtype=D), torch.randn(N, 5, 4, dtype=D)))
     assert step.cache_info()[:3] == (3, 0, 1)
+
+
+def test_large_convolutions_are_measured() -> None:
+    """Whichever way is the fastest, the numbers are the same; what has a bound on memory is planned by estimates."""
+    model = nn.Conv2d(16, 16, 3, padding=1).double()
+    fn, params = psgrad.from_module(model, lambda y, target: (y * target).sum())
+    x, target = torch.randn(16, 16, 16, 16, dtype=D), torch.randn(16, 16, 16, 16, dtype=D)
+    known = dict(conv_costs._fastest)
+    try:
+        for strategy in ("patches", "grouped", "loop"):
+            conv_costs._fastest.clear()
+            for max_bytes in ("1GB", None):
+                step = psgrad.compile(psgrad.per_sample_grads, fn, backend="replay", max_bytes=max_bytes)
+                for scale in (1, 2):
+                    check(step, params, (x, scale * target))
+                assert len(conv_costs._fastest) == (max_bytes is None)
+            (key,) = conv_costs._fastest
+            conv_costs._fastest[key] = strategy
+            step = psgrad.compile(psgrad.per_sample_grads, fn, backend="replay")
+            check(step, params, (x, target))
+            calls = [op for graph in recordings(step) for op in graph.ops].count("aten.convolution_backward.default")
+            assert calls == {"patches": 0, "grouped": 1, "loop": 16}[strategy]
+    finally:
+        conv_costs._fastest.clear()
+        conv_costs._fastest.update(known)
 
 
 def test_large_tensors_of_compiled_code_are_in_memory_that_is_kept() -> None:

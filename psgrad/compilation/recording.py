@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial, reduce
 from itertools import count
 from math import inf
@@ -18,7 +19,7 @@ from torch import Tensor
 from ..engine.answers import number_of
 from ..engine.problem import generators, rewind
 from ..engine.signals import Unrecordable
-from ..factors import assumptions, warm_memory
+from ..factors import assumptions, conv_costs, warm_memory
 from ..quantities.factored import FactoredGrads
 from ..torch_ import graphs
 from ..torch_.autograd import full_precision, is_autocasting
@@ -112,8 +113,10 @@ def record(quantity: Callable[..., Any], fn: Any, call: tuple[Any, ...], backend
 
     with _Notice(f"psgrad.compile: {quantity.__name__}, recording and compiling"):
         draws, foreign = generators(tensors), _foreign_generators()
+        is_bounded = call[2].get("max_bytes") is not None  # planned by estimates: others may want more memory
         try:
-            graph, met, why = graphs.record(flat, tensors, number_of)
+            with nullcontext() if is_bounded else conv_costs.measured():
+                graph, met, why = graphs.record(flat, tensors, number_of)
             after = generators(tensors)
             has_drawn = not all(torch.equal(state, after[device]) for device, state in draws.items())
         finally:
@@ -125,7 +128,6 @@ def record(quantity: Callable[..., Any], fn: Any, call: tuple[Any, ...], backend
         ops = graphs.ops_of(graph)
         params, batch, options = call
         eagerly = partial(quantity, fn, params, batch, **options)
-        is_bounded = options.get("max_bytes") is not None
         try:
             runner, used = _ready(graph, [*tensors, *met], backend, draws, eagerly, is_bounded)
         finally:

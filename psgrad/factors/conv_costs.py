@@ -6,14 +6,18 @@ grouped    one convolution with N x groups groups, by torch's kernel for the wei
 loop       the same kernel, a sample at a time: large maps, whose work it shares out between threads itself.
 """
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
-from math import prod
-from typing import NamedTuple
+from math import inf, prod
+from time import perf_counter
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from . import costs
+from . import assumptions, costs
 from .costs import ConvGeometry, Plan
 
 # Nanoseconds on two CPU threads, float32; `python -m benchmarks fit 600` measures and fits them.
@@ -174,15 +178,75 @@ def _cheapest(
     return min(found, key=found.__getitem__)
 
 
+# ---- choices by the clock: a graph that will run many times is worth a few milliseconds ---------------------
+
+_WORTH = 1e5  # nanoseconds; what takes less is not measured
+_NEAR = 4.0  # times the least estimate: what is beyond is not measured
+_TURNS = 4  # that each strategy gets; the first warms up
+
+
+class _Thread(threading.local):
+    measures = False
+
+
+_thread = _Thread()
+_fastest: dict[Any, str] = {}  # strategies that were measured, by all that their time depends on
+
+
+@contextmanager
+def measured() -> Iterator[None]:
+    """Inside, the strategies of large convolutions on the CPU are measured, once each, in place of being estimated:
+    how much faster one kernel is than another differs between machines."""
+    before, _thread.measures = _thread.measures, True
+    try:
+        yield
+    finally:
+        _thread.measures = before
+
+
+def is_measured(x: Tensor) -> bool:
+    """Whether the clock decides for an input like this."""
+    return _thread.measures and type(x) is Tensor and x.is_cpu
+
+
+def fastest(
+    x: Tensor, g: Tensor, geometry: ConvGeometry, kernel: tuple[int, ...], run: Callable[[str], object]
+) -> str | None:
+    """The strategy by which `run` takes the least time; None where that is not worth a look."""
+    key = tuple(x.shape), tuple(g.shape), geometry, kernel, x.dtype, torch.get_num_threads()
+    if key not in _fastest:
+        known = estimates(x.shape, g.shape, geometry, kernel)
+        least = min(known.values())
+        near = [strategy for strategy, price in known.items() if price <= _NEAR * least]
+        if least < _WORTH or len(near) == 1:
+            return None
+        seconds = dict.fromkeys(near, inf)
+        with assumptions.apart(), torch.no_grad():
+            for turn in range(_TURNS):
+                for strategy in near:
+                    started = perf_counter()
+                    run(strategy)
+                    if turn:
+                        seconds[strategy] = min(seconds[strategy], perf_counter() - started)
+        _fastest[key] = min(near, key=seconds.__getitem__)
+    return _fastest[key]
+
+
 def conv_weight(
-    x: Sequence[int], g: Sequence[int], geometry: ConvGeometry, kernel: Sequence[int], itemsize: int
+    x: Sequence[int],
+    g: Sequence[int],
+    geometry: ConvGeometry,
+    kernel: Sequence[int],
+    itemsize: int,
+    strategy: str | None = None,
 ) -> Plan:
-    """How to get a conv's per-sample weight gradients: x (N, B, C, *S), g (N, B, O, *S')."""
+    """How to get a conv's per-sample weight gradients: x (N, B, C, *S), g (N, B, O, *S'); by `strategy`, if given."""
     z = Sizes.of(x, g, geometry, kernel)
     flops = z.n * z.groups * z.o * z.c * z.taps * z.t
     if flops == 0:
         return Plan("zeros", 0, 0)
-    strategy = _cheapest(tuple(x), tuple(g), geometry, tuple(kernel), torch.get_num_threads())
+    if strategy is None:
+        strategy = _cheapest(tuple(x), tuple(g), geometry, tuple(kernel), torch.get_num_threads())
     weights = z.groups * z.o * z.c * z.taps * itemsize
     if strategy == "patches":
         return Plan(strategy, flops, itemsize * _workspace(z, x, g, geometry, kernel, itemsize))

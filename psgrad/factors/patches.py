@@ -27,7 +27,11 @@ class Patches(Factor):
 
     @property
     def plan(self) -> costs.Plan:
-        return conv_costs.conv_weight(self.x.shape, self.g.shape, self.geometry, self.kernel, self.x.element_size())
+        x, g, geometry, kernel = self.x, self.g, self.geometry, self.kernel
+        found = None
+        if conv_costs.is_measured(x) and x.numel() and g.numel():
+            found = conv_costs.fastest(x, g, geometry, kernel, self.by)
+        return conv_costs.conv_weight(x.shape, g.shape, geometry, kernel, x.element_size(), found)
 
     @property
     def shape(self) -> tuple[int, ...]:
