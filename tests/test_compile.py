@@ -1657,6 +1657,31 @@ def test_large_convolutions_are_measured() -> None:
         conv_costs._fastest.update(known)
 
 
+def test_kernels_of_small_graphs_are_called_from_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of large ones from Python, which asks for memory that is kept; so too where C++ cannot call them."""
+    if not has_compiler():
+        pytest.skip("no C++ compiler")
+    compiled, from_python, broken = graphs._compiled, list[bool](), set[bool]()
+
+    def watched(*args: Any, **options: Any) -> Any:
+        from_python.append(options["from_python"])
+        if options["from_python"] in broken:
+            raise NotImplementedError("an op that C++ cannot call")
+        return compiled(*args, **options)
+
+    monkeypatch.setattr(graphs, "_compiled", watched)
+    fn = lambda w, x: (x @ w).tanh().sum()
+    for size, failing, ways in ((3, set[bool](), [False]), (3, {False}, [False, True]), (300, set(), [True])):
+        step = psgrad.compile(psgrad.per_sample_grads, fn, backend="inductor")
+        from_python.clear()
+        broken.clear()
+        broken.update(failing)
+        for _ in range(2):
+            check(step, torch.randn(size, size), torch.randn(4, size))
+        assert from_python == ways
+        assert step.cache_info()[:4] == (2, 0, 1, ("inductor",))
+
+
 def test_large_tensors_of_compiled_code_are_in_memory_that_is_kept() -> None:
     if not has_compiler():
         pytest.skip("no C++ compiler")

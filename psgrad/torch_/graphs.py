@@ -3,6 +3,7 @@
 import shutil
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -126,9 +127,18 @@ def compile_graph(graph: Graph, inputs: Sequence[Tensor], empty: Allocator | Non
     """A graph through torch's compiler, called directly: torch.compile's guards would cost more than a small graph.
 
     Random numbers are drawn by torch's own ops, so that a seed gives what it gives without a compiler. `empty` gives
-    the memory for what the compiled code writes, in place of malloc.
+    the memory for what the compiled code writes, in place of malloc: kernels are then called from Python, which has to
+    ask for it. Else they are called from C++, which matters where they are small.
     """
     _load_compiler()
+    if empty is None and all(t.device.type == "cpu" for t in inputs):
+        with suppress(Exception):  # where an op is met that C++ cannot call; any other error comes again
+            return _compiled(graph, inputs, None, from_python=False)
+    return _compiled(graph, inputs, empty, from_python=True)
+
+
+def _compiled(graph: Graph, inputs: Sequence[Tensor], empty: Allocator | None, from_python: bool) -> Runner:
+    """`compile_graph` by kernels that are called from Python, or from C++."""
     from torch._functorch import config as aot_config
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -147,7 +157,7 @@ def compile_graph(graph: Graph, inputs: Sequence[Tensor], empty: Allocator | Non
         return made
 
     with (
-        config.patch({"fallback_random": True, "cpp.min_chunk_size": _CHUNK}),
+        config.patch(_SETTINGS | {"cpp_wrapper": not from_python}),
         aot_config.patch(enable_autograd_cache=False),  # it would hand out what is around the compiled code as well
     ):
         run: Any = compile_fx(copy, [t.detach() for t in inputs], inner_compile=compile_inside)
@@ -160,7 +170,11 @@ def compile_graph(graph: Graph, inputs: Sequence[Tensor], empty: Allocator | Non
     return lambda *tensors: call(list(tensors))
 
 
-_CHUNK = 4096  # numbers that a thread is woken for, at least
+_SETTINGS = {
+    "fallback_random": True,
+    "cpp.min_chunk_size": 4096,  # numbers that a thread is woken for, at least
+    "layout_optimization": False,  # channels in front, as the ops have chosen: what reads the last is slower here
+}
 _ALLOCATES = "empty_strided_cpu"  # what compiled code calls its allocator
 
 
