@@ -41,6 +41,7 @@ class Measured:
     error: str = ""
     mark: str = ""  # said in the cell
     note: str = ""  # said below the table
+    ready: float = 0.0  # seconds until the first call was there, of what is compiled
 
     def over(self, base: "Measured", beyond: float = 0) -> float | None:
         """The ratio to a base, some bytes aside."""

@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 
 from .models import LARGE, WORKLOADS
-from .peers import BASE, OURS, PEERS
+from .peers import BASE, BY_TORCH, OURS, PEERS
 from .results import Record
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -86,7 +86,8 @@ def leaders(ratios: Ratios) -> dict[tuple[str, str], list[tuple[float, str]]]:
     found = {}
     for workload, quantity in product(WORKLOADS, WORDS):
         own = ratios.get(("time", quantity, workload, OURS[0])) or 0.0
-        others = [(ratios.get(("time", quantity, workload, name)), name) for name in PEERS if name not in (BASE, *OURS)]
+        names = [name for name in PEERS if name not in (BASE, *OURS, *BY_TORCH)]
+        others = [(ratios.get(("time", quantity, workload, name)), name) for name in names]
         if faster := sorted((r, name) for r, name in others if r and r * CLEARLY < own):
             found[workload, quantity] = faster
     return found

@@ -28,6 +28,7 @@ class Ready(NamedTuple):
     call: Callable[[], Any]
     read: Callable[[Any], Any] = _as_it_is  # to torch tensors under the model's names, not measured
     note: str = ""  # what had to change about the model
+    seconds: float = 0.0  # that compiling took
 
 
 class Peer(NamedTuple):
@@ -196,16 +197,16 @@ def compiled(quantity: str, task: Task) -> Ready:
     step(params, batch)
     info = step.cache_info()
     note = f"{info.backends[0]}, ready after {info.seconds:.0f} s"
-    return Ready(
-        lambda: step(params, batch), (lambda answer: answer.grad) if quantity == "clipped" else _as_it_is, note
-    )
+    read = (lambda answer: answer.grad) if quantity == "clipped" else _as_it_is
+    return Ready(lambda: step(params, batch), read, note, info.seconds)
 
 
 def torch_compiled(ready: Ready) -> Ready:
     """A contender through torch.compile."""
     call, started = torch.compile(ready.call), perf_counter()
     call()
-    return Ready(call, ready.read, f"ready after {perf_counter() - started:.0f} s")
+    seconds = perf_counter() - started
+    return Ready(call, ready.read, f"ready after {seconds:.0f} s", seconds)
 
 
 def by_jax(quantity: str, task: Task, private: bool = False) -> Ready:
@@ -214,13 +215,14 @@ def by_jax(quantity: str, task: Task, private: bool = False) -> Ready:
 
 
 BASE, OURS = "batch", ("psgrad", "psgrad out=", "psgrad compiled")
+BY_TORCH = ("batch compiled", "compiled vmap(grad)")  # peers of what psgrad compiles
 GROWTH = (BASE, "vmap(grad)", "Opacus ghost", "psgrad")  # whose cost is followed from size to size
 _ALL = (  # a new peer is a function above and a line here
     Peer(BASE, lambda quantity, task: batch_gradient(task)),
     Peer("loop", loop),
     Peer("vmap(grad)", partial(from_grads, vmapped)),
-    Peer("batch compiled", lambda quantity, task: torch_compiled(batch_gradient(task)), ("grads",)),
-    Peer("compiled vmap(grad)", lambda quantity, task: torch_compiled(from_grads(vmapped, quantity, task))),
+    Peer(BY_TORCH[0], lambda quantity, task: torch_compiled(batch_gradient(task)), ("grads", "norms", "clipped")),
+    Peer(BY_TORCH[1], lambda quantity, task: torch_compiled(from_grads(vmapped, quantity, task))),
     Peer("ExpandedWeights", partial(from_grads, expanded)),
     Peer("Opacus", partial(from_grads, hooked), package="opacus"),
     Peer("Opacus ghost", ghost, ("norms", "clipped"), "opacus"),

@@ -90,10 +90,11 @@ def times(rounds: int, quantity: str, names: Sequence[str], point: Point) -> dic
             found[name] = Measured(error=describe(error, PEERS[name].package))
             continue
         looped = any(issubclass(w.category, psgrad.FallbackWarning) for w in caught)
-        found[name] = Measured(mark="loop" * looped, note=ready.note)
+        found[name] = Measured(mark="loop" * looped, note=ready.note, ready=ready.seconds)
         calls[name] = ready.call
     for name, taken in interleaved(calls, rounds, 60.0 if point.workload in LARGE else PATIENCE).items():
-        found[name] = replace(taken, mark=found[name].mark, note=found[name].note)
+        was = found[name]
+        found[name] = replace(taken, mark=was.mark, note=was.note, ready=was.ready)
     return found
 
 

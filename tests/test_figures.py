@@ -76,6 +76,12 @@ def test_what_failed_is_said_and_what_is_missing_writes_nothing() -> None:
     assert block(pages.filled(page, failed), "memory")[2][6] == "failed"
 
 
+def test_what_torch_compiles_is_held_against_what_psgrad_compiles() -> None:
+    page = "<!-- figures: ahead -->\n<!-- /figures -->\n"
+    faster = Record("time", "grads", "gpt", 7, "compiled vmap(grad)", Measured(0.1, 1.0, 3), 0.1)
+    assert pages.filled(page, [*measured(), faster]) == pages.filled(page, measured())
+
+
 def test_nobody_ahead_is_said_so() -> None:
     alone = [r for r in measured() if r.contender != "JAX"]
     assert pages.filled("<!-- figures: ahead -->\n<!-- /figures -->", alone).splitlines()[1] == "Nobody, in this run."
