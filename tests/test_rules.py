@@ -640,7 +640,7 @@ def test_cross_entropy(config: some.CrossEntropy) -> None:
         )
 
 
-@pytest.mark.parametrize("ignored", [-100, -1])
+@pytest.mark.parametrize("ignored", [-100, -1, _loss._NO_CLASS])
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("spatial", [(), (3,), (3, 2)])
 def test_cross_entropy_ignores_targets(spatial: tuple[int, ...], smoothing: float, ignored: int) -> None:

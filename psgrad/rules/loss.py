@@ -64,7 +64,7 @@ def cross_entropy(options: Options, x: Tensor, target: Tensor) -> Tensor:
     size = classes.numel() // n
     cheap = type(target) is Tensor and target.is_cpu and not tracing.is_recorded()
     each = all_count = None
-    if cheap and reduction == "mean" and weight is None and ignored < 0 and rows.numel() <= _SMALL:
+    if cheap and reduction == "mean" and weight is None and _NO_CLASS < ignored < 0 and rows.numel() <= _SMALL:
         each = all_count = _of_classes_alone(rows, classes, smoothing)
     if each is None:
         each = kernels.cross_entropy(rows, classes, weight, 0, ignored, smoothing)
