@@ -790,6 +790,7 @@ EMBEDDING = (
     op("index-select-columns", lambda x, w: w.index_select(1, x).view(-1), "index_select", ints(6, 5), w=(3, 6)),
     op("index-select-last-of-three", lambda x, w: w.index_select(-1, x), "index_select", ints(4, 5), w=(2, 3, 4)),
     op("index-select-middle-of-three", lambda x, w: w.index_select(1, x), "vmap", ints(3, 5), w=(2, 3, 4)),
+    op("index-select-one-of-the-middle", lambda x, w: w.index_select(1, x), "vmap", ints(3), w=(2, 3, 4), refused=True),
     op("index-select-view", lambda x, w: w[1:5].index_select(0, x), "index_select", ints(4, 5), w=(6, 3)),
     op("index-select-transposed", lambda x, w: w.T.index_select(0, x), "index_select", ints(6, 5), w=(3, 6)),
     op("index-select-twice", lambda x, w: w.index_select(0, x) @ w.T, "index_select matmul", ints(6, 5), w=(6, 3)),

@@ -242,6 +242,7 @@ PLAIN = {
 S = torch.Tensor
 WRONG = {  # a call of each function in the table of faults for which plain vmap is wrong, or refuses
     torch.select_scatter: lambda p, x: (torch.select_scatter(x * 1.0, p[0] * x[0], 0, 1) * x.sin()).sum(),
+    torch.index_select: lambda p, x: torch.index_select(p * x, 1, (x[0, 0] > 0.5).long()).sin().sum(),
     torch.roll: lambda p, x: torch.roll((p * x).sum(), 2) * x.sum(),
     S.squeeze_: lambda p, x: ((p * x)[:1, :1].clone().squeeze_() ** 2).sum(),
     S.as_strided_: lambda p, x: (p * x).clone().as_strided_((2, 2), (1, 2), 1).sin().prod(),

@@ -52,6 +52,15 @@ def _selected(input: Tensor, src: Tensor, dim: int, index: int) -> Call | None:
     return torch.cat, (parts, dim), {}
 
 
+def _has_scalar_index(differs: Differs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    index = _argument(args, kwargs, 2, "index")
+    return isinstance(index, Tensor) and index.dim() == 0
+
+
+def _selected_by_list(input: Tensor, dim: int, index: Tensor) -> Call:
+    return torch.index_select, (input, dim, index.reshape(1)), {}
+
+
 def _copied(input: Tensor, *_: Any, **__: Any) -> Call:
     return torch.clone, (input,), {}
 
@@ -144,6 +153,12 @@ TABLE = (
         _refused,
     ),
     Fault((torch.select_scatter, T.select_scatter), "multiplies the gradient of src", _always, _selected),
+    Fault(
+        (torch.index_select, T.index_select),
+        "repeats what a scalar index selects",
+        _has_scalar_index,
+        _selected_by_list,
+    ),
     Fault((torch.roll, T.roll), "rolls a scalar along the samples", _is_scalar, _copied),
     Fault((T.squeeze_,), "takes the axis of a single sample away", _is_bare, _squeezed),
     Fault((T.as_strided_,), "takes the memory of all samples for that of one", _always, _refused),

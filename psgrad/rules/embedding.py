@@ -207,7 +207,7 @@ def bind_index_select(input: Any, dim: Any, index: Any) -> Call | Decline:
     """Rows of the table whose rows are the parameter's slices along `dim`."""
     if not isinstance(input, Param) or not isinstance(index, Tensor):
         return Decline("only a selection from a parameter has a rule")
-    if index.dim() > 1 or not -input.dim() <= dim < input.dim():
+    if index.dim() != 1 or not -input.dim() <= dim < input.dim():
         return Decline("a scalar, or the index or the dimension do not fit")  # torch says so itself
     count, axis = index.numel(), dim % input.dim()
     rows, shape = input.shape[axis], (*input.shape[:axis], *input.shape[axis + 1 :])
@@ -215,13 +215,10 @@ def bind_index_select(input: Any, dim: Any, index: Any) -> Call | Decline:
     if weight is None:
         return Decline("this layout of the parameter needs a copy")
 
-    def before(index: Tensor) -> Tensor:
-        return index.reshape(len(index), count)  # of a single number torch makes an axis, too
-
     def after(y: Tensor) -> Tensor:
         return y.reshape(len(y), count, *shape).movedim(1, 1 + axis).contiguous()  # as torch's own is
 
-    return Call(index, (weight,), (None, False), before, after)
+    return Call(index, (weight,), (None, False), None, after)
 
 
 EMBEDDING = Rule("embedding", (F.embedding,), bind_embedding, forward, backward, plain, native=True, factors=("Rows",))
