@@ -203,6 +203,23 @@ def test_inductor_equals_the_eager_call(name: str) -> None:
     assert step.cache_info().hits == 2
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_ops_that_compiled_code_calls_by_a_detour_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    if not has_compiler():
+        pytest.skip("no C++ compiler")
+    fn = lambda a, x: torch.linalg.cholesky(a @ a.mT + x.square().sum() * torch.eye(3, dtype=D)).sum()
+    step = psgrad.compile(psgrad.per_sample_norms, fn, backend="inductor")
+    a, x = torch.randn(3, 3, dtype=D), torch.rand(N, 2, dtype=D) + 1
+    log = logging.getLogger("torch._inductor.ir")
+    log.addHandler(caplog.handler)
+    try:
+        assert_same(step(a, x), psgrad.per_sample_norms(fn, a, x))
+    finally:
+        log.removeHandler(caplog.handler)
+    assert step.cache_info().backends == ("inductor",)
+    assert not [record for record in caplog.records if record.name == log.name]
+
+
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names it; "auto" does without."""
     monkeypatch.setattr(graphs, "missing_compiler", lambda: "torch's C++ compiler 'g++' is not there")

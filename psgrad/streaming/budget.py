@@ -1,7 +1,6 @@
 """How much a call allocates, and the chunk size that keeps it under a bound: from shapes, before running."""
 
 import contextlib
-import logging
 import os
 import re
 import threading
@@ -25,13 +24,11 @@ from ..errors import ArgumentError, PsgradError
 from ..factors import warm_memory
 from ..torch_.modules import buffers_of, reachable_modules
 from ..torch_.storage import identity_of, storage_of
-from ..torch_.tracing import FAKE_TENSOR_LOG, FakeTensorMode, TorchDispatchMode
+from ..torch_.tracing import FAKE_TENSOR_LOG, FakeTensorMode, TorchDispatchMode, unlogged
 from .kernel_scratch import scratch
 
 if TYPE_CHECKING:
     from .stream import Quantity, Run
-
-_FAKE_LOG = logging.getLogger(FAKE_TENSOR_LOG)
 
 
 class Meter(TorchDispatchMode):
@@ -86,21 +83,6 @@ class Meter(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def _unlogged() -> Iterator[None]:
-    """Inside, torch does not log the tracebacks of this thread's fake tensors: a real run comes after them."""
-    thread = threading.get_ident()
-
-    def passes(record: logging.LogRecord) -> bool:
-        return record.thread != thread
-
-    _FAKE_LOG.addFilter(passes)
-    try:
-        yield
-    finally:
-        _FAKE_LOG.removeFilter(passes)
-
-
-@contextlib.contextmanager
 def _models_kept(fn: Any) -> Iterator[None]:
     """Inside, modules may keep what they make, as caches that are filled on first use; afterwards it is gone again."""
     homes = [home for module in reachable_modules([fn]) for home in (vars(module), buffers_of(module))]
@@ -117,7 +99,8 @@ def _models_kept(fn: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def fake(problem: Problem) -> Iterator[Problem]:
     """The same problem on tensors that have shapes and no memory. What `fn` closes over follows suit."""
-    with _unlogged(), _models_kept(problem.fn), FakeTensorMode(allow_non_fake_inputs=True) as mode, differentiating():
+    no_tracebacks = unlogged(FAKE_TENSOR_LOG)  # a real run comes after
+    with no_tracebacks, _models_kept(problem.fn), FakeTensorMode(allow_non_fake_inputs=True) as mode, differentiating():
 
         def faked(t: Any) -> Any:
             return mode.from_tensor(t, static_shapes=True) if isinstance(t, Tensor) else t

@@ -132,7 +132,8 @@ def compile_graph(graph: Graph, inputs: Sequence[Tensor], empty: Allocator | Non
     """
     _load_compiler()
     if empty is None and all(t.device.type == "cpu" for t in inputs):
-        with suppress(Exception):  # where an op is met that C++ cannot call; any other error comes again
+        # an error where an op is met that C++ cannot call, any other comes again; a warning where it calls by a detour
+        with suppress(Exception), tracing.unlogged("torch._inductor.ir"):
             return _compiled(graph, inputs, None, from_python=False)
     return _compiled(graph, inputs, empty, from_python=True)
 

@@ -1,5 +1,6 @@
 """Whether tensors have values, and whether ops are being recorded: what may be decided by looking at numbers."""
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -61,6 +62,21 @@ def has_proxy(t: Tensor) -> bool:
 def unrecorded() -> AbstractContextManager[Any]:
     """Inside, nothing is recorded: tensors that are being recorded have their values there."""
     return disable_proxy_modes_tracing()
+
+
+@contextmanager
+def unlogged(name: str) -> Iterator[None]:
+    """Inside, one of torch's loggers says nothing of what this thread does."""
+    log, thread = logging.getLogger(name), threading.get_ident()
+
+    def passes(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    log.addFilter(passes)
+    try:
+        yield
+    finally:
+        log.removeFilter(passes)
 
 
 def assert_in_graph(condition: Tensor, message: str) -> None:
