@@ -17,6 +17,7 @@ from psgrad.factors import costs as _plan
 from psgrad.registry import rule as _registry
 from psgrad.registry.rule import RULES, BatchFold, Composite, Rule
 
+from . import cases
 from .cases import CASES, RECURRENT, Case, N, draw, loss
 
 pytestmark = [
@@ -84,6 +85,19 @@ def test_equals_the_loop_and_touches_nothing(case: Case, small: bool, monkeypatc
         assert not g.requires_grad
         assert g.is_contiguous()
     assert_close(found, case.loop_grads())
+
+
+def _ordered(y: Tensor) -> Tensor:
+    """A loss that tells the places of y apart, as `loss`, a plain sum, does not."""
+    places = torch.arange(1, y.numel() + 1, dtype=y.dtype, device=y.device).reshape(y.shape)
+    return (y.sin().square() * places).sum()
+
+
+@every_case
+def test_every_number_of_an_output_is_at_its_place(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cases, "loss", _ordered)
+    fn, params, batch = case.make()
+    assert_close(grads_of(case, fn, params, batch), psgrad.testing.loop_grads(fn, params, batch))
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.refused], ids=lambda case: case.id)
