@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import warm_memory
 from .numerics import cast
+from .products import LARGE, goes_to_onednn, long_product, product
 
 Side = Tensor | None
 
@@ -53,18 +54,20 @@ def columns_of(side: Side, start: int, size: int, whole: int, like: Tensor) -> S
 
 
 def gram_of(t: Tensor) -> Tensor:
-    """t^T t of (M, D), each pair of columns once: 9/16 of the products in eight strips.
-
-    A strip is made in memory of its own, whose rows do not lie a power of two apart: such rows meet in the cache.
-    """
+    """t^T t of (M, D), each pair of columns once: 9/16 of the products in eight strips."""
     d = t.shape[1]
     strip = max(64, -(-d // 8))
     if d <= 2 * strip:
-        return t.mT @ t
-    out, room = warm_memory.empty((d, d), t), t.new_empty(strip, d + 16)
+        return long_product(t.mT, t)
+    out, columns = warm_memory.empty((d, d), t), t.mT
+    if t.numel() * strip >= LARGE and goes_to_onednn(columns, t):
+        columns, room = columns.contiguous(), None  # strips of it have no gaps
+    else:  # a strip is made with rows that do not lie a power of two apart: such rows meet in the cache
+        room = t.new_empty(strip, d + 16)
     for start in range(0, d, strip):
         end = min(start + strip, d)
-        made = torch.mm(t[:, start:end].mT, t[:, :end], out=room[: end - start, :end])
+        a, b = columns[start:end], columns[:end].mT
+        made = product(a, b) if room is None else torch.mm(a, b, out=room[: end - start, :end])
         out[start:end, :end] = made
         out[:start, start:end] = made[:, :start].mT
     return out

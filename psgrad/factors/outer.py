@@ -13,6 +13,7 @@ from . import assumptions, costs, huge_pages
 from .base import Factor, Kron, NormMemo
 from .maps import Side, applied, gram_of
 from .numerics import cast, lost_below, norms_of, scaled, vanishing, wide_norms, widened, widest
+from .products import long_product, product
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +121,7 @@ class Outer(Factor):
         if self.x.dim() == 4:  # each head alone
             x, g = (t.transpose(0, 1).flatten(1, 2) for t in (widened(self.x), scaled(self.g, w)))
             return g.mT @ x
-        return torch.mm(*self._weighted(w))
+        return long_product(*self._weighted(w))
 
     def add_weighted(self, total: Tensor, w: Tensor | None = None) -> None:
         if self.x.dim() == 4:
@@ -151,7 +152,7 @@ class Outer(Factor):
             rows = []
             for _, part in own.tiles(narrow[0].numel() * dtype.itemsize if len(narrow) else None):
                 x, g = cast(part.x, dtype), cast(part.g, dtype)
-                products = (g @ v).mul_(x) if i < o else (x @ v.mT).mul_(g)
+                products = product(g, v).mul_(x) if i < o else product(x, v.mT).mul_(g)
                 rows.append(products.flatten(1).sum(1))
             columns.append(rows[0] if len(rows) == 1 else torch.cat(rows))
         return torch.stack(columns, 1)

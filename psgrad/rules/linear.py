@@ -16,6 +16,7 @@ from ..factors.base import Factor
 from ..factors.dense import Dense
 from ..factors.numerics import as_rows
 from ..factors.outer import Outer
+from ..factors.products import linear, product
 from ..registry.rule import Call, Decline, Needs, Param, Rule
 from ..torch_.storage import folded, parted
 
@@ -23,7 +24,7 @@ from ..torch_.storage import folded, parted
 def forward(options: None, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
     if weight.dim() == 3:  # x (N, H, T, I), weight (H, O, I)
         return torch.matmul(x, weight.mT), ()
-    return F.linear(x, weight, bias), ()  # x (N, ..., I), weight (O, I)
+    return linear(x, weight, bias), ()  # x (N, ..., I), weight (O, I)
 
 
 def backward(
@@ -31,7 +32,7 @@ def backward(
 ) -> tuple[Tensor | None, Sequence[Factor | None]]:
     weight, (of_weight, of_bias) = params[0], needs.params
     assert weight is not None
-    gx = torch.matmul(g, weight) if needs.x else None
+    gx = product(g, weight) if needs.x else None
     if x.dim() > 2 and weight.dim() == 2:
         n, *t, _ = x.shape
         x, g = (v.reshape(n, v.shape[-1]) if prod(t) == 1 else as_rows(v) for v in (x, g))

@@ -1,6 +1,9 @@
 """Kernels of torch that have no public name, for rules that would be slower without them."""
 
+import platform
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,4 +41,31 @@ def prelu_backward(g: Tensor, x: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor
 def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
     """The output, and 1 / rms of each position."""
     found: tuple[Tensor, Tensor] = _aten._fused_rms_norm(x, shape, weight, eps)
+    return found
+
+
+# ---- products of matrices on the CPU ---------------------------------------------------------------------------
+
+
+def _is_by_intel() -> bool:
+    """Whether Intel made the processor; so it is taken to be where nothing says who did."""
+    maker = platform.processor()
+    with suppress(OSError), Path("/proc/cpuinfo").open() as lines:
+        maker = next((line for line in lines if line.startswith("vendor_id")), maker)
+    return "AMD" not in maker
+
+
+# MKL keeps its kernels for 512 bits to Intel's processors; oneDNN has them for all.
+MKL_IS_BEHIND = (
+    torch.backends.mkl.is_available()
+    and torch.backends.mkldnn.is_available()
+    and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    and not _is_by_intel()
+)
+
+
+def linear_by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear` in float32 on the CPU by oneDNN, which autograd and transforms do not know."""
+    found: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return found

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._C import _functorch as _ft
 from torch._functorch import predispatch as _predispatch
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter as _innermost
+from torch.autograd import forward_ad
 from torch.autograd.forward_ad import unpack_dual
 
 _T = TypeVar("_T")
@@ -84,6 +85,11 @@ def undifferentiated(t: Tensor) -> Tensor:
     while is_differentiated(t) and not t.requires_grad and not _has_tangent(t):
         t = _ft.get_unwrapped(t)
     return t
+
+
+def has_tangents() -> bool:
+    """Whether tensors may have tangents just now, by torch.autograd.forward_ad, which ops of others may lose."""
+    return forward_ad._current_level >= 0
 
 
 def _has_tangent(t: Tensor) -> bool:

@@ -42,7 +42,7 @@ PRIVATE: Mapping[str, str] = {  # names by their module; of alternatives (a|b) o
     "torch._ops": "HigherOrderOperator OpOverload OpOverloadPacket",
     "torch._subclasses.fake_tensor": "DataDependentOutputException DynamicOutputShapeException FakeTensorMode",
     "torch.autograd": "Variable._execution_engine.run_backward",
-    "torch.autograd.forward_ad": "_set_fwd_grad_enabled",
+    "torch.autograd.forward_ad": "_current_level _set_fwd_grad_enabled",
     "torch.autograd.function": "_SingleLevelFunction",
     "torch.fx.experimental.proxy_tensor": "disable_proxy_modes_tracing has_proxy_slot",
     "torch.nn.modules.module": (

@@ -1,0 +1,64 @@
+"""Large products of matrices on the CPU, by the quicker of the two libraries that torch has there.
+
+torch gives products of float32 matrices to MKL, which on processors of other makers runs at half the speed of oneDNN,
+torch's library for convolutions. A large product goes to oneDNN there. Everywhere else, and where somebody else has a
+say (autograd, a transform, a tracer, a tensor of another type), it is torch's own.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..torch_ import kernels, levels, tracing
+
+LARGE = 1 << 23  # multiply-adds; of fewer, oneDNN's call costs as much as it saves
+PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a (..., M, K) times b (K, N)."""
+    if a.numel() * b.shape[-1] < LARGE or not goes_to_onednn(a, b):
+        return torch.matmul(a, b)
+    return kernels.linear_by_onednn(a, b.mT)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear` of x (..., I), weight (O, I) and bias (O,)."""
+    if x.numel() * weight.shape[0] < LARGE or not goes_to_onednn(x, weight.mT):
+        return F.linear(x, weight, bias)
+    if bias is not None and not (bias.dtype is x.dtype and bias.is_contiguous()):
+        return F.linear(x, weight, bias)
+    return kernels.linear_by_onednn(x, weight, bias)
+
+
+def long_product(a: Tensor, b: Tensor) -> Tensor:
+    """a (M, K) times b (K, N): a sum of many outer products, as the gradient of a weight is.
+
+    oneDNN lays out its first operand anew, with the K in a row: the narrower of the two comes first.
+    """
+    if a.shape[0] * b.numel() < LARGE:
+        return torch.mm(a, b)
+    if a.shape[0] > b.shape[1] and goes_to_onednn(b.mT, a.mT):
+        return kernels.linear_by_onednn(b.mT, a).mT.contiguous()
+    return product(a, b)
+
+
+def goes_to_onednn(a: Tensor, b: Tensor) -> bool:
+    """Whether a large product, a (..., M, K) times b (K, N), is for oneDNN.
+
+    `b` has to be without gaps, in either order: it takes a thousand times as long where there are some.
+    """
+    return (
+        kernels.MKL_IS_BEHIND
+        and a.dtype is b.dtype is torch.float32
+        and a.is_cpu
+        and a.dim() > 1
+        and b.dim() == 2
+        and (b.is_contiguous() or b.mT.is_contiguous())
+        and type(a) in PLAIN
+        and type(b) in PLAIN
+        and not (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad))
+        and not levels.has_tangents()
+        and not (tracing.dispatch_modes() or tracing.is_recorded())
+        and not (levels.is_transformed(a) or levels.is_transformed(b))
+    )

@@ -1,0 +1,170 @@
+"""Large products of matrices by oneDNN, where MKL is behind: in every layout, and only where nobody else counts."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import grad, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import psgrad
+from psgrad.factors import products
+from psgrad.factors.maps import gram_of
+from psgrad.testing import loop_grads
+from psgrad.torch_ import kernels
+
+pytestmark = pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="torch without oneDNN")
+M, K, N = 64, 384, 512  # more multiply-adds than LARGE
+
+LAYOUTS: dict[str, Callable[[int, int], Tensor]] = {
+    "rows": lambda m, n: torch.randn(m, n),
+    "columns": lambda m, n: torch.randn(n, m).mT,
+    "gaps": lambda m, n: torch.randn(m, 2 * n)[:, :n],
+    "steps": lambda m, n: torch.randn(2 * m, n)[::2],
+    "one row": lambda m, n: torch.randn(1, n).expand(m, n),
+    "one column": lambda m, n: torch.randn(m, 1).expand(m, n),
+}
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """The calls of oneDNN, on whatever processor this is."""
+    found: list[tuple[Any, ...]] = []
+    kernel = kernels.linear_by_onednn
+
+    def noted(*args: Any) -> Tensor:
+        found.append(tuple(tuple(t.shape) for t in args if t is not None))
+        return kernel(*args)
+
+    monkeypatch.setattr(kernels, "linear_by_onednn", noted)
+    monkeypatch.setattr(kernels, "MKL_IS_BEHIND", True)
+    return found
+
+
+def close(found: Tensor, right: Tensor) -> None:
+    assert found.dtype is torch.float32
+    assert found.is_contiguous()
+    torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-5 * float(right.abs().max()))
+
+
+@pytest.mark.parametrize("second", LAYOUTS)
+@pytest.mark.parametrize("first", LAYOUTS)
+def test_layouts(first: str, second: str, calls: list[Any]) -> None:
+    """oneDNN takes a thousand times as long for a second operand with gaps, which is left to MKL."""
+    a, b = LAYOUTS[first](M, K), LAYOUTS[second](K, N)
+    close(products.product(a, b), a.double() @ b.double())
+    dense = second in ("rows", "columns")
+    assert bool(calls) is dense
+    close(products.long_product(a, b), a.double() @ b.double())
+    close(products.long_product(b.mT, a.mT), b.double().mT @ a.double().mT)
+    close(gram_of(a.expand(M, K)), a.double().mT @ a.double())
+
+
+@pytest.mark.parametrize("bias", [None, torch.randn(N), torch.randn(1).expand(N), torch.randn(2 * N)[::2]])
+@pytest.mark.parametrize("lead", [(M,), (4, M // 4), (2, 4, M // 8)])
+def test_linear(lead: tuple[int, ...], bias: Tensor | None, calls: list[Any]) -> None:
+    x, weight = torch.randn(*lead, K), torch.randn(N, K)
+    right = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    close(products.linear(x, weight, bias), right)
+    assert bool(calls) is (bias is None or bias.is_contiguous())
+    close(products.linear(x, torch.randn(K, N).mT.copy_(weight), None), x.double() @ weight.double().mT)
+    close(products.product(x, weight.mT), x.double() @ weight.double().mT)
+
+
+def test_sides_of_other_shapes(calls: list[Any]) -> None:
+    """Vectors, and stacks of matrices, are torch's own."""
+    big, vector, stack = torch.randn(4096, 4096), torch.randn(4096), torch.randn(2, 256, 256)
+    assert torch.equal(products.product(big, vector), big @ vector)
+    assert torch.equal(products.product(vector, big), vector @ big)
+    assert torch.equal(products.product(stack, stack), stack @ stack)
+    assert not calls
+
+
+def test_numbers_that_are_not_finite(calls: list[Any]) -> None:
+    a, b = torch.randn(M, K), torch.randn(K, N)
+    a[3, 5], a[7, 1] = torch.nan, torch.inf
+    found, right = products.product(a, b), torch.mm(a, b)
+    assert calls
+    assert torch.equal(found.isnan(), right.isnan())
+    assert torch.equal(found.isinf(), right.isinf())
+
+
+def test_only_where_nobody_else_counts(calls: list[Any]) -> None:
+    """Autograd, transforms, tangents, tracers, other dtypes and types of tensors: torch's own product."""
+    a, b = torch.randn(M, K), torch.randn(K, N)
+    right = (a.double() @ b.double()).sum()
+
+    def total(a: Tensor, b: Tensor = b) -> Tensor:
+        return (products.product(a, b) + products.long_product(a, b) + products.linear(a, b.mT, None)).sum() / 3
+
+    slope = grad(total)(a)
+    close(slope, b.double().sum(1).expand(M, K).contiguous())
+    leaf = a.clone().requires_grad_()
+    total(leaf).backward()  # type: ignore[no-untyped-call]
+    assert leaf.grad is not None
+    close(leaf.grad, slope.double())
+    torch.testing.assert_close(vmap(total)(torch.stack([a, a]))[1].double(), right, rtol=1e-4, atol=1e-1)
+    close(torch.func.jvp(total, (a,), (torch.ones_like(a),))[1], b.double().sum(0).sum() * M)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(a, torch.ones_like(a))
+        tangent = torch.autograd.forward_ad.unpack_dual(total(dual)).tangent
+    assert tangent is not None
+    close(tangent, b.double().sum(0).sum() * M)
+    ops = str(make_fx(lambda a: total(a))(a).graph)
+    assert "mkldnn" not in ops
+    total(a.double(), b.double())
+    total(a.to("meta"), b.to("meta"))
+    assert not calls
+    total(a)
+    assert len(calls) == 3
+    with torch.no_grad():
+        total(leaf)
+    assert len(calls) == 6
+
+
+def test_not_where_mkl_keeps_up(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "MKL_IS_BEHIND", False)
+    a, b = torch.randn(M, K), torch.randn(K, N)
+    assert torch.equal(products.product(a, b), a @ b)
+    assert torch.equal(products.linear(a, b.mT, None), F.linear(a, b.mT))
+    assert torch.equal(products.long_product(a, b), a @ b)
+    assert not calls
+
+
+def test_every_quantity_of_a_wide_net(calls: list[Any]) -> None:
+    """All of them pass by oneDNN on their way, and are as the loop in float64 has them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(K, N), nn.Tanh(), nn.Linear(N, K), nn.Tanh(), nn.Linear(K, 3))
+    fn, params = psgrad.from_module(model, lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten()))
+    batch = torch.randn(24, 2, K), torch.randint(3, (24, 2))
+
+    wide = {name: p.double() for name, p in params.items()}
+    rows = loop_grads(fn, wide, (batch[0].double(), batch[1]))
+    flat = torch.cat([g.flatten(1) for g in rows.values()], 1)
+    norms = flat.norm(dim=1)
+    seen = []
+
+    def right(found: Any, expected: Tensor) -> None:
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+        seen.append(len(calls))
+        calls.clear()
+
+    got = psgrad.per_sample_grads(fn, params, batch)
+    right(torch.cat([g.flatten(1) for g in got.values()], 1), flat)
+    right(psgrad.per_sample_norms(fn, params, batch), norms)
+    step = psgrad.clipped_grad(fn, params, batch, 0.5)
+    weights = (0.5 / norms).clamp(max=1)
+    right(torch.cat([g.flatten() for g in step.grad.values()]), weights @ flat)
+    direction = {name: torch.randn_like(p) for name, p in params.items()}
+    right(
+        psgrad.per_sample_dots(fn, params, batch, direction),
+        flat @ torch.cat([v.double().flatten() for v in direction.values()]),
+    )
+    right(psgrad.gram(fn, params, batch), flat @ flat.mT)
+    found = psgrad.kron_factors(fn, params, batch)["0.weight"].input
+    x = batch[0].double().flatten(0, 1)
+    right(found, x.mT @ x / 24)
+    assert all(seen)
