@@ -17,11 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..torch_ import kernels
 from . import assumptions, costs
 from .costs import ConvGeometry, Plan
 
-# Nanoseconds on two CPU threads, float32; `python -m benchmarks fit 600` measures and fits them.
-COSTS = {
+# Nanoseconds on two CPU threads, float32; `python -m benchmarks fit 600` measures and fits them. torch's kernels are
+# oneDNN's, matrix products MKL's: where MKL is behind, so are the strategies by matrix products.
+EVEN = {
     # matrix products: for each multiply-add, number of an operand, odd one out of 8, number of the result
     "multiply": 0.0153,
     "operand": 0.126,
@@ -57,6 +59,36 @@ COSTS = {
     # differs from run to run. 4.7 MB took 1.2 to 6.6 times the ordinary gradient's time, 2.4 MB 1.1 to 1.5 times.
     "fresh": 3.0,
 }
+BEHIND = {  # in the same order
+    "multiply": 0.00905,
+    "operand": 0.0358,
+    "rest": 0.0195,
+    "result": 0.0429,
+    "turn": 0.303,
+    "call": 1.72e4,
+    "tile": 2.59e4,
+    "row": 1.96,
+    "number": 0.0227,
+    "apart": 0.0932,
+    "blocks.call": 1.52e4,
+    "blocks.groups": 7.1,
+    "blocks.multiply": 0.00354,
+    "blocks.operand": 0.0182,
+    "blocks.moved": 0.146,
+    "blocks.weights": 0.272,
+    "depthwise.call": 5.14e4,
+    "depthwise.multiply": 0.0101,
+    "depthwise.moved": 0.0661,
+    "depthwise.weights": 0.103,
+    "unrolled.call": 1.49e4,
+    "unrolled.groups": 113,
+    "unrolled.multiply": 0.00453,
+    "unrolled.windows": 0.261,
+    "unrolled.moved": 0.111,
+    "unrolled.weights": 0.347,
+    "fresh": 0,  # in whole models, too: malloc has such memory at hand
+}
+COSTS = BEHIND if kernels.MKL_IS_BEHIND else EVEN
 AT_ONCE = 2 * costs.TILE  # bytes of patches, and copies of the operands, at once: half takes up to 1.18 of the time
 ROW = 18  # numbers that a copy moves in the time that it takes to begin with a row of them
 
