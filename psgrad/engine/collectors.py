@@ -72,11 +72,11 @@ class Relay(Collector):
 class DenseCollector(Collector):
     """Per-sample gradients (N, *shape) of every parameter, written as factors arrive."""
 
-    def __init__(self, problem: Problem, buffers: Sequence[Tensor] | None = None) -> None:
+    def __init__(self, problem: Problem, buffers: Sequence[Tensor] = ()) -> None:
         self.params, self.n = problem.params, problem.n
         self.grads: dict[int, Tensor] = {}  # what has been written, by the source's index
         self.later: dict[int, list[Placement]] = {}  # small factors of what is used often: one long sum for many
-        self.buffers = None if buffers is None else list(buffers)  # contiguous, where parameters are to be written
+        self.buffers = dict(enumerate(buffers))  # contiguous, where parameters' gradients are to be written
 
     def has(self, source: Source) -> bool:
         return source.index in self.grads or source.index in self.later
@@ -86,7 +86,7 @@ class DenseCollector(Collector):
         terms = self.later.pop(index, None)
         if terms is None:
             return
-        written, buffer, whole = self.grads.get(index), self._buffer(index), sum_of(terms, like.shape)
+        written, buffer, whole = self.grads.get(index), self.buffers.get(index), sum_of(terms, like.shape)
         assert whole is not None
         shape = (self.n, *like.shape)
         if written is None:
@@ -109,16 +109,13 @@ class DenseCollector(Collector):
             if grads is not None:
                 self.add_dense(source, grads)
 
-    def _buffer(self, index: int) -> Tensor | None:
-        return self.buffers[index] if self.buffers is not None and index < len(self.buffers) else None
-
     def add(self, param: Param, factor: Factor, use: object = None) -> None:
         source = param.source
         index, dtype = source.index, source.value.dtype
         if source.uses > 1 and factor.sums_positions and not costs.keeps_dense(*factor.bytes()):
             self.later.setdefault(index, []).append(placement(param, factor))
             return
-        written, buffer = self.grads.get(index), None if self.buffers is None else self._buffer(index)
+        written, buffer = self.grads.get(index), self.buffers.get(index)
         if written is None and (param.value is source.value or param.whole):
             shape = (self.n, *source.value.shape)
             room = buffer if buffer is not None or factor.is_written else _room(factor, shape, source.value)
@@ -146,7 +143,7 @@ class DenseCollector(Collector):
 
     def add_dense(self, source: Source, grads: Tensor) -> None:
         index = source.index
-        written, buffer = self.grads.get(index), self._buffer(index)
+        written, buffer = self.grads.get(index), self.buffers.get(index)
         if written is not None:
             written.add_(grads)
         elif buffer is not None:
@@ -165,7 +162,7 @@ class DenseCollector(Collector):
         if len(self.grads) < len(self.params):
             for i, p in enumerate(self.params):
                 if i not in self.grads:
-                    buffer = self._buffer(i)
+                    buffer = self.buffers.get(i)
                     self.grads[i] = p.new_zeros(self.n, *p.shape) if buffer is None else buffer.zero_()
         return [self.grads[i] for i in range(len(self.params))]
 

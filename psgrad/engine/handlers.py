@@ -42,10 +42,11 @@ from ..torch_.functions import (
 from ..torch_.storage import parted, storage_of, unfolded
 from ..torch_.tracing import NO_VALUES
 from ..torch_.watching import FunctionCall, says_vmap, vmaps_its_backward
-from . import checkpoint, constants, faults, op_loop, ragged_indexing
+from . import checkpoint, faults, op_loop, ragged_indexing
 from .answers import answer, answer_for_all, graph_of, pretend_requires_grad, requires_grad
 from .control_flow import body_of
 from .draws import RANDOM, draws
+from .held import constant
 from .of_params import run_once
 from .rule_call import run_rule
 from .signals import NeedsLoop, Unrecordable
@@ -68,8 +69,8 @@ def freeze(mode: "Mode", call: "TorchCall") -> "TorchCall":
     if is_about_the_tensor(call.func) or checkpoint.keeps_arguments(call.func) or not mode.is_innermost:
         return call
     kept = 1 if writes(call.func, call.kwargs) else 0  # torch itself says what may be written
-    args = (*call.args[:kept], *[constants.constant(mode, call.func, v) for v in call.args[kept:]])
-    kwargs = {k: v if k == "out" else constants.constant(mode, call.func, v) for k, v in call.kwargs.items()}
+    args = (*call.args[:kept], *[constant(mode, call.func, v) for v in call.args[kept:]])
+    kwargs = {k: v if k == "out" else constant(mode, call.func, v) for k, v in call.kwargs.items()}
     return mode.again(call, call.func, args, kwargs)
 
 

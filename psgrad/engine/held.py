@@ -1,9 +1,9 @@
-"""Models that hold given parameters in place of their own, and own parameters that are met all the same."""
+"""Models that hold given parameters in place of their own, and what `fn` meets besides what it is given: constants."""
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from ..errors import UnsupportedOpError, name_of, place
 from ..torch_ import levels
 from ..torch_.storage import shares_memory
 from .problem import Problem
+
+if TYPE_CHECKING:
+    from .mode import Mode
 
 
 class Holding(Protocol):
@@ -61,11 +64,10 @@ def again(record: Sequence[Holding]) -> Iterator[None]:
 _DETACH = (Tensor.detach, torch.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
 
 
-class OwnParameters:
+class OwnParameters(NamedTuple):
     """The tensors that the given parameters stand for: as a constant, one of them is a gradient lost."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+    problem: Problem
 
     def refuse(self, func: Any, t: Tensor) -> None:
         """Raise where `t`, a leaf that requires grad, is one of them, and is not about to become a constant openly."""
@@ -89,3 +91,27 @@ class OwnParameters:
                     f"  called at {place()}\n"
                     "  use what fn is given in params; if a constant is meant, close over its detach()."
                 )
+
+
+def constant(mode: "Mode", func: Any, value: Any) -> Any:
+    """An argument of `func` without the graphs of others; an error where it is a parameter met by another way."""
+    if type(value) in (list, tuple):
+        return type(value)([constant(mode, func, v) for v in value])
+    if not isinstance(value, Tensor) or not value.requires_grad or levels.is_differentiated(value):
+        return value
+    if mode.own and (not value.is_leaf or _is_among(value, mode.own)):
+        return value
+    if value.is_leaf and id(value) not in mode.frozen:
+        mode.own_parameters.refuse(func, value)
+        if mode.recomputing and not _is_among(value, mode.frozen.values()):
+            raise UnsupportedOpError(
+                "a checkpointed function does not find its parameters again when it is recomputed\n"
+                f"  called at {place()}\n"
+                "  hand them to it as arguments, or make fn with psgrad.from_module."
+            )
+        mode.frozen[id(value)] = value
+    return value.detach()
+
+
+def _is_among(t: Tensor, others: Iterable[Tensor]) -> bool:
+    return any(shares_memory(t, other) for other in others)

@@ -9,6 +9,7 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -27,7 +28,7 @@ from ..errors import (
 )
 from ..factors import assumptions, warm_memory
 from ..torch_.compiler import CompilerLoaded, eagerly, is_loaded
-from ..torch_.storage import version_of, versions_of
+from ..torch_.storage import version_of
 from .batched import KeptForward, Outcome, keep_forward, run_together, seen_grad
 from .checkpoint import Following
 from .collectors import Collector, SumCollector
@@ -44,15 +45,15 @@ R = TypeVar("R")
 Make = Callable[[Problem], C]  # a collector for the samples of a problem
 
 
+@dataclass(eq=False, slots=True)
 class differentiating:  # noqa: N801, it reads as torch.no_grad() does
     """Gradients work inside, whatever the caller has switched off.
 
     A caller who gives `problem` answers it inside: if then no parameter had a gradient, a warning says so.
     """
 
-    def __init__(self, problem: Problem | None = None) -> None:
-        self.problem = problem
-        self.switches: contextlib.ExitStack | None = None
+    problem: Problem | None = None
+    switches: contextlib.ExitStack | None = None  # what the caller has switched off, on while inside
 
     def __enter__(self) -> None:
         if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
@@ -181,11 +182,11 @@ def _warn(message: str) -> None:
 # ---- several outputs -------------------------------------------------------------------------------------
 
 
-class KeptForwards:
+class KeptForwards(NamedTuple):
     """The forwards of all samples of a problem, a group of them each, kept for the backward of each output."""
 
-    def __init__(self, parts: "Sequence[tuple[Tensor | None, Problem, KeptForward]]") -> None:
-        self.parts = parts  # the places of a group's samples (None: all), the problem of these alone, their forward
+    # the places of a group's samples (None: all), the problem of these alone, their forward
+    parts: Sequence[tuple[Tensor | None, Problem, KeptForward]]
 
     def backward(self, k: int, make: Make[C]) -> list[Group[C]] | None:
         """The gradients of output k; None where they cannot be had this way."""
@@ -337,7 +338,7 @@ def _one_by_one(problem: Problem, make: Make[C], warning: str | None) -> Iterato
             if type(error) in _OF_TORCH:
                 error.add_note(f"psgrad called fn with one sample, detached: {one.sample_in_words()}")
             raise
-        for name, p in zip(problem.names, copies, strict=True) if any(versions_of(copies)) else ():
+        for name, p in zip(problem.names, copies, strict=True) if any(map(version_of, copies)) else ():
             if version_of(p):
                 raise UnsupportedOpError(
                     f"fn changes {name} in place\n"

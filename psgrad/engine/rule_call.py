@@ -6,6 +6,7 @@ cotangent as the backward goes on, and costs 0.05 ms more.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from ..registry.plugin import Guarded
 from ..registry.rule import BatchFold, Call, Composite, Decline, Entry, Needs, Rule
 from ..torch_ import autograd, levels, parts
 from ..torch_.checkpoints import saved_tensor_hooks
-from ..torch_.storage import base_of, is_view, version_of, versions_of
+from ..torch_.storage import base_of, is_view, version_of
 from .collectors import Collector
 from .inside import LinearMap
 from .of_params import run_once
@@ -62,11 +63,6 @@ class BoundRule:
         self.tracked = tuple(tracked)  # which are ours to differentiate
         self.use: UseRecord | None = None
 
-    @property
-    def versions(self) -> list[int]:
-        """How often the constants have been written to."""
-        return versions_of(self.constants) if self.constants else []
-
     def replace(self, constant: Tensor, lowered: Tensor) -> None:
         """Integers that differ between samples, as the (N, ...) tensor behind them."""
         self.values = [lowered if v is constant else v for v in self.values]
@@ -107,14 +103,14 @@ class BoundRule:
         return self.rule.backward(self.options, g, x, values, saved, needs)[0]
 
 
+@dataclass(eq=False, slots=True)
 class DeferredCalls:
     """The small calls of one run, each followed by ordinary autograd; their cotangents are held till the end."""
 
-    def __init__(self, save_memory: bool) -> None:
-        self.save_memory = save_memory  # takes no call
-        self.held = 0  # bytes of these cotangents
-        self.edges: list[GradientEdge] = []  # where the outputs were made: `fn` may change them in place later
-        self.calls: list[tuple[BoundRule, Tensor, int, Any, torch.Size | None]] = []
+    save_memory: bool  # takes no call
+    held: int = 0  # bytes of these cotangents
+    edges: list[GradientEdge] = field(default_factory=list)  # of the outputs as made: `fn` may change them in place
+    calls: list[tuple[BoundRule, Tensor, int, list[int], torch.Size | None]] = field(default_factory=list)
 
     def takes(self, bound: BoundRule, x: Tensor) -> bool:
         """Whether a call is small enough to be added."""
@@ -141,8 +137,7 @@ class DeferredCalls:
             node = made.grad_fn
             assert node is not None
             self.edges.append(GradientEdge(node, made.output_nr))
-            versions = versions_of(bound.constants) if bound.constants else []
-            self.calls.append((bound, x, version_of(x), versions, shape))
+            self.calls.append((bound, x, version_of(x), list(map(version_of, bound.constants)), shape))
             self.held += y.nbytes
         return y
 
@@ -152,7 +147,7 @@ class DeferredCalls:
             if g is not None:
                 if version_of(x) != version and bound.rule.keeps_input:
                     bound.refuse_changes()
-                if versions and bound.versions != versions:
+                if versions != list(map(version_of, bound.constants)):
                     bound.refuse_changes()
                 bound.backward(g if shape is None else g.reshape(shape), x, bound.values, (), False)
 
@@ -170,14 +165,14 @@ class _Apply(torch.autograd.Function):
             values = [None if v is None else v.to(dtype) for v in values]
         y, saved = rule.forward(bound.options, x, *values)
         ctx.save_for_backward(x if rule.keeps_input else x.new_empty(1).expand(x.shape), *saved)
-        ctx.bound, ctx.values, ctx.versions = bound, values, bound.versions
+        ctx.bound, ctx.values, ctx.versions = bound, values, list(map(version_of, bound.constants))
         return y.data if is_view(y) else y  # a view made in here could not be changed in place by `fn`
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         bound = ctx.bound
         x, *saved = ctx.saved_tensors
-        if bound.versions != ctx.versions:
+        if ctx.versions != list(map(version_of, bound.constants)):
             bound.refuse_changes()
         return None, None, bound.backward(g, x, ctx.values, saved, ctx.needs_input_grad[2]), None
 

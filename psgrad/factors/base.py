@@ -6,7 +6,7 @@ samples at a time, so that a new type has every quantity from the start and over
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from math import inf, prod
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -31,18 +31,16 @@ from .numerics import (
 F = TypeVar("F", bound="Factor")
 
 
+@dataclass(eq=False, slots=True)
 class NormMemo:
     """Norms of one factor after another; of a tensor that two in a row hold, once.
 
     The cotangent of a linear layer is the gradient of its bias as well.
     """
 
-    __slots__ = ("found", "kept", "last")
-
-    def __init__(self) -> None:
-        self.last: Tensor | None = None  # the last tensor, where it is small enough to be held
-        self.found: Tensor | None = None  # its norms
-        self.kept = False  # whether these are somebody's result: each result has memory of its own
+    last: Tensor | None = None  # the last tensor, where it is small enough to be held
+    found: Tensor | None = None  # its norms
+    kept: bool = False  # whether these are somebody's result: each result has memory of its own
 
     def norms(self, grads: Tensor, to_keep: bool = False) -> Tensor:
         """Norms (N,), perhaps in float64; unless they are `to_keep` the caller only reads them."""

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..annotations import Group, P, Randomness
-from ..engine.linear_collector import LinearMap
 from ..engine.problem import Problem
 from ..engine.validate import validated
 from ..processes.agreed import agreed
@@ -17,7 +16,7 @@ from ..processes.shards import shards_of
 from ..streaming.stream import counted, refuse_inside_transforms, stream
 from ..torch_.compiler import uncompiled
 from .directions import Directions, directions_of
-from .linear import LinearRows
+from .linear import LinearMap, LinearRows
 
 
 @overload

@@ -1,6 +1,7 @@
 """per_sample_grads: the gradients themselves, written out."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 import optree
@@ -196,13 +197,12 @@ def per_sample_grads(
     return result, (outcome.values, aux) if return_value else aux
 
 
+@dataclass(eq=False)
 class Grads(Quantity[list[Any], list[Tensor]]):
     """The gradients of all samples, written into `buffers` where they are given."""
 
     name = "grads"
-
-    def __init__(self, buffers: list[Tensor] | None = None) -> None:
-        self.buffers = buffers
+    buffers: list[Tensor] | None = None
 
     def start(self, whole: Problem, step: int) -> list[Any]:
         if self.buffers is not None:
@@ -213,14 +213,10 @@ class Grads(Quantity[list[Any], list[Tensor]]):
 
     def add(self, state: list[Any], rows: slice, chunk: Problem, run: Run) -> Outcome:
         """The rows of a chunk, straight into the result; by way of memory of their own where samples part ways."""
-        targets = [t[rows] for t in state] if state else []
+        targets = [t[rows] for t in state]
         places: list[Tensor | None] = []
         outcomes: list[Outcome] = []
-
-        def make(problem: Problem) -> DenseCollector:
-            return DenseCollector(problem, targets if targets and problem is chunk else None)
-
-        for group in run(chunk, make):
+        for group in run(chunk, lambda part: DenseCollector(part, targets if part is chunk else ())):
             found = group.collector.result()
             places.append(group.places)
             outcomes.append(group.outcome)
@@ -230,8 +226,7 @@ class Grads(Quantity[list[Any], list[Tensor]]):
                 return group.outcome
             if not state:
                 state.extend(warm_memory.empty((chunk.n, *p.shape), p) for p in chunk.params)
-            targets = targets or state
-            for target, own in zip(targets, found, strict=True):
+            for target, own in zip(targets or state, found, strict=True):
                 target.index_copy_(0, group.places.to(target.device), own)
         return join(outcomes, places)
 

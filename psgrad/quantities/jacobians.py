@@ -120,11 +120,11 @@ class _Jacobians(Quantity[list[Tensor], list[Tensor]]):
     def add(self, state: list[Tensor], rows: slice, chunk: Problem, run: Run) -> Outcome:
         states = generators(chunk.params)
         backwards = Backwards(self.outputs, chunk, run, states, quiet=self.quiet, bar=self.bar)
-        room: list[Tensor] | None = None  # memory of one output, the same for all
+        room: list[Tensor] = []  # memory of one output, the same for all
         outcome = None
 
         def make(problem: Problem) -> DenseCollector:
-            return DenseCollector(problem, room if problem is chunk else None)
+            return DenseCollector(problem, room if problem is chunk else ())
 
         for k in range(self.outputs.count):
             outcomes: list[Outcome] = []

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, overload
 
 import optree
@@ -20,7 +21,7 @@ from ..factors.numerics import norm_of_norms
 from ..processes.agreed import agreed
 from ..processes.shards import shards_of
 from ..streaming.blocks import norm_of_all
-from ..streaming.stream import Quantity, Run, counted, dtype_of, no_values, stream
+from ..streaming.stream import Quantity, Run, counted, dtype_of, in_order, no_values, stream
 from ..torch_.compiler import uncompiled
 from . import nested
 
@@ -215,13 +216,12 @@ class _Found(NamedTuple):
     none: list[Tensor]
 
 
+@dataclass(eq=False)
 class Norms(Quantity[_Found, list[Tensor]]):
     """Norms (N,) of the gradients of all parameters, or of each; factors are let go as they come."""
 
     name = "norms"
-
-    def __init__(self, per_param: bool = False) -> None:
-        self.per_param = per_param
+    per_param: bool = False
 
     def start(self, whole: Problem, step: int) -> _Found:
         return _Found([], [no_values(whole) for _ in whole.params] if whole.n == 0 else [])
@@ -279,15 +279,7 @@ def _norms_by(
     except NormTakenTooEarly:
         rewind(draws)
         return _norms_by(LateNormCollector, chunk, run, per_param, draws)
-    if places[0] is None:
-        return found[0], outcomes[0]
-    outcome = join(outcomes, places)
-    whole = [torch.empty(chunk.n, dtype=dtype, device=device) for _ in found[0]]
-    for index, rows in zip(places, found, strict=True):
-        assert index is not None
-        for target, t in zip(whole, rows, strict=True):
-            target[index.to(device)] = t
-    return whole, outcome
+    return in_order(found, places, chunk.n), join(outcomes, places)
 
 
 def _attached_norms(problem: Problem, step: int, per_param: bool) -> tuple[list[Tensor], Outcome]:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ..annotations import Group, P, Randomness
-from ..engine.linear_collector import LinearMap
 from ..engine.problem import Problem, kind_of
 from ..engine.validate import check_positive, validated
 from ..errors import ArgumentError, ArgumentTypeError
@@ -19,7 +18,7 @@ from ..processes.agreed import agreed
 from ..streaming.stream import counted, refuse_inside_transforms, stream
 from ..torch_.compiler import uncompiled
 from .directions import Directions, directions_of
-from .linear import LinearRows
+from .linear import LinearMap, LinearRows
 from .named import names_of
 
 Kind = Literal["sketch", "two_sided"]

@@ -1,6 +1,7 @@
 """weighted_grad: sums of per-sample gradients, with weights that are given or depend on the norms."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, overload
 
@@ -247,14 +248,13 @@ def _starting_totals(whole: Problem, step: int) -> Totals:
     return [None] * len(whole.params) if step >= whole.n else [meta.new() for meta in metas(whole)]
 
 
+@dataclass(eq=False)
 class WeightedSums(Quantity[Totals, Totals]):
     """The gradients of the losses, each loss counting with its weight: one ordinary backward."""
 
     name = "sums"
     has_sums = scatters = True
-
-    def __init__(self, weights: Tensor | None) -> None:
-        self.weights = weights  # None: all are 1
+    weights: Tensor | None  # None: all are 1
 
     def start(self, whole: Problem, step: int) -> Totals:
         return _starting_totals(whole, step)
@@ -299,11 +299,11 @@ class Weigh:
         raise NotImplementedError
 
 
+@dataclass(eq=False)
 class _Rehearsed(Weigh):
     """For the planner: weights like any, from no function of the user's, without a look at numbers."""
 
-    def __init__(self, per_param: bool) -> None:
-        self.per_param = per_param
+    per_param: bool
 
     def __call__(self, norms: list[Tensor], count: int) -> tuple[list[Tensor], Weights]:
         return norms, Weights([norms[0]] * count, skip_zero_check=True)
@@ -345,14 +345,15 @@ class FromNorms(NamedTuple):
         return [torch.cat(parts) for parts in zip(*self.norms, strict=True)] or [no_values(problem)] * count
 
 
+@dataclass(eq=False)
 class KeptSums(Quantity[FromNorms, FromNorms]):
     """One pass: the factors of a chunk are kept until its norms are known."""
 
     name = "clipped"
     has_sums = True
-
-    def __init__(self, weigh: Weigh, across: Sums | None = None) -> None:
-        self.weigh, self.across, self.n = weigh, across, 0
+    weigh: Weigh
+    across: Sums | None = None
+    n: int = 0  # how many samples there are, all chunks together
 
     def start(self, whole: Problem, step: int) -> FromNorms:
         self.n = whole.n
@@ -390,14 +391,13 @@ def norms_of(chunk: Problem, blocks: Sequence[Block], per_param: bool) -> list[T
     return [gathered(blocks, lead, partial(norms_of_param, i), dtype, device) for i in range(len(chunk.params))]
 
 
+@dataclass(eq=False)
 class TwoPasses(Quantity[FromNorms, FromNorms]):
     """Norms first, then the gradient of the weighted losses: holds no factors. One weight for all parameters."""
 
     name = "clipped in two"
     has_sums = scatters = looks_first = True
-
-    def __init__(self, weigh: Weigh) -> None:
-        self.weigh = weigh
+    weigh: Weigh
 
     def start(self, whole: Problem, step: int) -> FromNorms:
         return FromNorms(_starting_totals(whole, step), [], [no_values(whole)])

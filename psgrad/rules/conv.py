@@ -14,15 +14,11 @@ from ..factors.patches import Patches
 from ..registry.rule import Call, Decline, Needs, Rule
 
 
-def _images(t: Tensor) -> Tensor:
-    return t.reshape(t.shape[0] * t.shape[1], *t.shape[2:])
-
-
 def forward(
     geometry: ConvGeometry, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     stride, padding, dilation, groups = geometry
-    y = torch.convolution(_images(x), weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
+    y = torch.convolution(x.flatten(0, 1), weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
     return y.unflatten(0, x.shape[:2]), ()  # x (N, B, C, *S)
 
 
@@ -35,8 +31,8 @@ def backward(
     gx = None
     if needs.x:
         gx = torch.ops.aten.convolution_backward(
-            _images(g),
-            _images(x),
+            g.flatten(0, 1),
+            x.flatten(0, 1),
             weight,
             None,
             stride,
@@ -106,7 +102,7 @@ def transposed_forward(
     options: Transposed, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     (stride, padding, dilation, groups), extra = options
-    y = torch.convolution(_images(x), weight, bias, stride, padding, dilation, True, extra, groups)
+    y = torch.convolution(x.flatten(0, 1), weight, bias, stride, padding, dilation, True, extra, groups)
     return y.unflatten(0, x.shape[:2]), ()  # x (N, B, C, *S)
 
 
@@ -136,7 +132,7 @@ def transposed_backward(
     if needs.x:
         mask = [True, False, False]
         gx = torch.ops.aten.convolution_backward(
-            _images(g), _images(x), weight, None, stride, padding, dilation, True, extra, groups, mask
+            g.flatten(0, 1), x.flatten(0, 1), weight, None, stride, padding, dilation, True, extra, groups, mask
         )[0].unflatten(0, x.shape[:2])
     factors: list[Factor | None] = [None, None]
     if needs.params[0]:

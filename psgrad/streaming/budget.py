@@ -8,6 +8,7 @@ import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -238,22 +239,14 @@ MEASURED = 32  # with so many measured, those close to the bound are measured no
 PLANS = 128  # for one fn: shapes of samples, such as lengths of sequences
 
 
+@dataclass(eq=False)
 class Curve:
     """Bytes by the number of samples that run at once, as far as they were measured."""
 
-    def __init__(self) -> None:
-        self.peaks: dict[int, int] = {}  # is replaced, never changed: threads need no lock
-
-    def at(self, n: int, measure: Callable[[int], int]) -> int:
-        known = self.peaks
-        if n in known:
-            return known[n]
-        size = measure(n)
-        self.peaks = (known if len(known) < 8 * MEASURED else {}) | {n: size}
-        return size
+    peaks: dict[int, int] = field(default_factory=dict)  # is replaced, never changed: threads need no lock
 
 
-class Bounded:
+class Bounded(NamedTuple):
     """Which numbers of samples are within a bound; `measure` finds another point of the curve.
 
     The peak is close to a straight line in the number of samples, with kinks where strategies change: at some of
@@ -263,11 +256,18 @@ class Bounded:
     the number itself is measured. The two depend on the bound, and hardly ever on the calls before.
     """
 
-    def __init__(self, curve: Curve, bound: int, measure: Callable[[int], int]) -> None:
-        self.curve, self.bound, self.measure = curve, bound, measure
+    curve: Curve
+    bound: int
+    measure: Callable[[int], int]
 
     def peak(self, n: int) -> int:
-        return self.curve.at(n, self.measure) if n else 0
+        """The bytes of n samples, measured where they are not known."""
+        known = self.curve.peaks
+        if n == 0 or n in known:
+            return known[n] if n else 0
+        size = self.measure(n)
+        self.curve.peaks = (known if len(known) < 8 * MEASURED else {}) | {n: size}
+        return size
 
     def holds(self, n: int) -> bool:
         """Whether n samples at once stay within the bound."""
@@ -381,30 +381,22 @@ def chunk_size(problem: Problem, max_bytes: int, quantity: "Quantity[Any, Any]")
     Planned once for samples of a shape: after a few calls another number of samples costs a look-up.
     """
 
-    def measured(size: int, samples: int) -> int:
-        return peak_bytes(problem, size, samples, quantity, True)
-
-    plan = _plan_of(problem, quantity)
-    whole = Bounded(plan.whole, max_bytes, lambda size: measured(size, size))
-    chunk = Bounded(plan.chunk, max_bytes, lambda size: measured(size, size + 1))
-    return chosen(problem.n, whole, chunk)
-
-
-def chosen(n: int, whole: Bounded, chunk: Bounded) -> int | TooLittle:
-    """How many of n samples run at once: all, or the size of chunks."""
+    n, plan = problem.n, _plan_of(problem, quantity)
+    whole = Bounded(plan.whole, max_bytes, lambda size: peak_bytes(problem, size, size, quantity, True))
+    chunk = Bounded(plan.chunk, max_bytes, lambda size: peak_bytes(problem, size, size + 1, quantity, True))
     if whole.holds(n):
         return n
     if size := chunk.most(n):
         return size
-    found = {size: peak for size, peak in chunk.curve.peaks.items() if size < n}  # of one sample, and maybe of others
-    if fit := [size for size, peak in found.items() if peak <= chunk.bound]:  # some samples may take less than one
+    found = {size: peak for size, peak in plan.chunk.peaks.items() if size < n}  # of one sample, and maybe of others
+    if fit := [size for size, peak in found.items() if peak <= max_bytes]:  # some samples may take less than one
         return max(fit)
-    if n == 1 or (whole.curve is not chunk.curve and whole.peak(_power_below(n)) < found[1]):
+    if n == 1 or (plan.whole is not plan.chunk and whole.peak(_power_below(n)) < found[1]):
         found[n] = whole.peak(n)  # all at once, where chunks have sums of their own
     size = min(found, key=found.__getitem__)
     words = {n: f"all {n} samples at once need less than chunks of them, but still", 1: "one sample at a time needs"}
     need = words.get(size, f"{size} samples at a time need less than one, but still")
-    return TooLittle(whole.bound, found[size], need)
+    return TooLittle(max_bytes, found[size], need)
 
 
 def _plan_of(problem: Problem, quantity: "Quantity[Any, Any]") -> Plan:
@@ -436,7 +428,8 @@ def _signature(problem: Problem) -> tuple[Hashable, ...]:
     params = tuple([(p.shape, p.stride(), p.dtype, p.device) for p in problem.params])
     batch = tuple([_leaf(t, b) for t, b in zip(problem.batch, problem.batched, strict=True)])
     options = problem.randomness, problem.has_aux, problem.save_memory
-    return problem.params_spec, params, problem.batch_spec, batch, options, _settings(problem), _training(problem.fn)
+    training = tuple([module.training for module in reachable_modules([problem.fn])])
+    return problem.params_spec, params, problem.batch_spec, batch, options, _settings(problem), training
 
 
 def _leaf(t: Any, batched: bool) -> Hashable:
@@ -455,8 +448,3 @@ def _settings(problem: Problem) -> Hashable:
     can_cast, does_cast = torch.amp.autocast_mode.is_autocast_available, torch.is_autocast_enabled
     casts = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if can_cast(kind) and does_cast(kind)]
     return tuple(casts), torch.get_default_dtype(), torch.get_num_threads(), torch.backends.mkldnn.enabled
-
-
-def _training(fn: Any) -> tuple[bool, ...]:
-    """Which modules are in training, of those that `fn` itself is, closes over, or names."""
-    return tuple(module.training for module in reachable_modules([fn]))

@@ -370,6 +370,18 @@ def blocks_of(problem: Problem, run: Run) -> tuple[list[Block], Outcome]:
     return blocks, join(outcomes, [block.places for block in blocks])
 
 
+def in_order(found: Sequence[list[Tensor]], places: Sequence[Tensor | None], n: int) -> list[Tensor]:
+    """Rows of n samples, from those of groups of them and the places of each group's samples."""
+    if places[0] is None:
+        return found[0]
+    whole = [t.new_empty(n, *t.shape[1:]) for t in found[0]]
+    for index, rows in zip(places, found, strict=True):
+        assert index is not None
+        for target, t in zip(whole, rows, strict=True):
+            target[index.to(target.device)] = t
+    return whole
+
+
 def accumulate(totals: list[Tensor | None], found: Sequence[Tensor | None]) -> None:
     for i, t in enumerate(found):
         if t is not None:

@@ -3,7 +3,7 @@
 Views of one storage may lie side by side, or in between: `is_distinct` and `first_clash` go number by number.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from math import gcd
 from operator import attrgetter
@@ -74,11 +74,6 @@ def folded(t: Tensor) -> Tensor:
     """(N, B, ...) as (N B, ...)."""
     base = unfolded(t)
     return t.flatten(0, 1) if base is None else base
-
-
-def versions_of(tensors: Iterable[Tensor]) -> list[int]:
-    """How often each tensor has been written to."""
-    return list(map(version_of, tensors))
 
 
 def expanded(t: Tensor, n: int) -> Tensor:
