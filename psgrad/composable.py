@@ -355,7 +355,7 @@ class _Loss:
 
 
 class _UnfitForWeights(BaseException):
-    """Ends a run through whose backward weights must not go."""
+    """Raised in a run where weights must not go through the backward."""
 
 
 class _WatchBackward(_UseRules):

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from .errors import ArgumentError, ArgumentTypeError
 from .processes.layers import Layers, layers_of
-from .processes.placed import is_dtensor
 from .swap import Given, Slots, Swap
 from .torch_.autograd import without_modes
 from .torch_.compiler import uncompiled
 from .torch_.functions import is_composite, opened
-from .torch_.sharding import is_sharded
+from .torch_.sharding import is_dtensor, is_sharded
 
 Fn = Callable[[dict[str, Tensor], Any], Tensor]
 

@@ -4,7 +4,7 @@ import os
 import sys
 import types
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,7 +82,8 @@ def _answer(mode: "Mode", call: "TorchCall", rows: Tensor) -> Any:
 
 def requires_grad(mode: "Mode", t: Tensor) -> Any:
     """What autograd follows, which vmap hides; torch's own code is told what it would see without us."""
-    if _is_torchs(_asking()):
+    frame = _asking()
+    if checkpoints.runs_in(frame) or levels.runs_in(frame):  # torch's own code means the tensor as it sees it
         return NotImplemented
     found = levels.lower(t, mode.n, mode.level).requires_grad
     if mode.pretended and not found:
@@ -96,11 +97,6 @@ def _asking() -> types.FrameType:
     while frame.f_code.co_filename.startswith(_ENGINE) and frame.f_back is not None:
         frame = frame.f_back
     return frame
-
-
-def _is_torchs(frame: types.FrameType) -> bool:
-    """Whether checkpoints or a transform's own code run in `frame`: they mean the tensor as they see it."""
-    return checkpoints.runs_in(frame) or levels.runs_in(frame)
 
 
 def pretend_requires_grad(mode: "Mode", t: Tensor, requires_grad: bool = True) -> bool:
@@ -149,11 +145,12 @@ class GraphNode:
         raise self._mode.signal
 
 
-class _SampleHook:
+class _SampleHook(NamedTuple):
     """A hook on gradients, called for one sample at a time."""
 
-    def __init__(self, hook: Any, n: int, shape: Sequence[int] | None) -> None:
-        self.hook, self.n, self.shape = hook, n, shape
+    hook: Any
+    n: int
+    shape: Sequence[int] | None
 
     def __call__(self, grads: tuple[Tensor | None, ...]) -> Any:
         if self.shape is None:

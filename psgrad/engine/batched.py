@@ -248,7 +248,7 @@ seen_grad = opened(torch.autograd.grad)  # modes are not asked, and so are on wh
 
 
 class _Unchanged(Following):
-    """For a backward of all samples: what would be a parameter taken for a constant sends the call to the loop."""
+    """For a backward of all samples: where it takes a parameter for a constant, the call goes to the loop."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:

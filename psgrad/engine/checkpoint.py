@@ -2,8 +2,7 @@
 
 Torch runs a checkpointed function again during the backward, where vmap, the mode, and whatever the model
 held in place of its parameters are gone. The saved-tensor hooks that are on while such a function runs lead
-to torch's record of it: there the second run gets its surroundings back. Torch's private names for this
-live here.
+to torch's record of it: there the second run gets its surroundings back.
 """
 
 import contextlib

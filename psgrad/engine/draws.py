@@ -43,7 +43,7 @@ def draws(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 class Draws:
-    """Watches that the default generators go on from where they were, draw by draw."""
+    """Notices where `fn` seeds a default generator, which then does not go on from its last draw."""
 
     def __init__(self, params: Sequence[Tensor], randomness: str) -> None:
         self.params = params
@@ -76,6 +76,6 @@ class Draws:
             self.elsewhere = self._states()
 
     def check(self) -> None:
-        """Raise where `fn` has seeded: what it drew behind our back counts, too."""
+        """Raise where `fn` has seeded; also for draws that the mode does not see."""
         if self.watches and seedings() != self.seedings:
             raise NeedsLoop("fn seeds the random numbers that it draws")

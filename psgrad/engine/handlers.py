@@ -383,9 +383,8 @@ def may_use_params(func: Any) -> bool:
 
 
 def run_pointwise(mode: "Mode", func: Any, args: Any, kwargs: Any) -> Any:
-    """A function of single numbers: of the tensor that a layer made, where the operand is that with an axis of 1.
-
-    Models see a batch of one. The backward then passes no views between a layer and the next, 2 us each.
+    """A function of each number alone. Where the operand is a layer's output with an axis of 1 put in, as models see a
+    batch of one, the function runs on the output itself: the backward then passes no views from layer to layer.
     """
     tensors = [value for value in kwargs.values() if isinstance(value, Tensor)] if kwargs else ()
     if len(args) == 1 and not tensors and levels.current_level() == mode.level:

@@ -52,7 +52,7 @@ def recorded() -> Iterator[list[Holding]]:
 
 @contextlib.contextmanager
 def again(record: Sequence[Holding]) -> Iterator[None]:
-    """Inside, models hold what they held while `record` was made; a model that held two things, neither."""
+    """Inside, models hold what they held while `record` was made; one that held two things in turn holds neither."""
     models = [holding.model for holding in record]
     with contextlib.ExitStack() as stack:
         for holding in record:
@@ -65,12 +65,12 @@ _DETACH = (Tensor.detach, torch.detach, Tensor.data.__get__)  # type: ignore[att
 
 
 class OwnParameters(NamedTuple):
-    """The tensors that the given parameters stand for: as a constant, one of them is a gradient lost."""
+    """The tensors that the given parameters stand for. Where `fn` takes one for a constant, its gradient is lost."""
 
     problem: Problem
 
     def refuse(self, func: Any, t: Tensor) -> None:
-        """Raise where `t`, a leaf that requires grad, is one of them, and is not about to become a constant openly."""
+        """Raise where `t`, a leaf that requires grad, is one of them, unless `func` says that a constant is meant."""
         if func in _DETACH or levels.is_differentiated(t):  # what a transform inside `fn` follows is its own
             return
         for holding in HELD.holdings:

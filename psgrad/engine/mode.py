@@ -55,7 +55,7 @@ _SEQUENCES = (list, tuple)
 
 
 def _does_more(kwargs: dict[str, Any]) -> bool:
-    """Whether keywords make a call more than a computation."""
+    """Whether keywords make a call do more than compute: write to a tensor, or start a graph."""
     return kwargs.get("out") is not None or bool(kwargs.get("inplace") or kwargs.get("requires_grad"))
 
 
@@ -95,7 +95,7 @@ class Mode(TorchFunctionMode):
 
     level = -1  # vmap's, of this run
     anchor: Tensor | None = None  # any leaf: what makes a rule's output require a gradient
-    pretended = False  # `fn` thinks of a tensor that it requires grad
+    pretended = False  # `fn` has been told that a tensor requires grad which autograd does not follow
     calls_functions = False  # Python runs in the backward, which need not be linear in its cotangent
     has_hooks = False  # `fn` hangs hooks into the graph
     recomputing = False  # a checkpoint runs `fn`'s parts again
@@ -109,13 +109,13 @@ class Mode(TorchFunctionMode):
         self.options, self.problem = options, problem
         # What `fn` holds for parameters.
         self.sources: list[Source] = []
-        self.roots = len(problem.params)  # the first so many sources are parameters as given
+        self.roots = len(problem.params)  # so many sources, the first, are parameters as given
         self.tracked: dict[int, Param] = {}  # by the id of the wrapped tensor, which the Param keeps alive
         # What `fn` may not write to, and what it has met.
         self.batch = [] if problem.own_batch else problem.batch  # the caller's
         self.copies: dict[int, tuple[Param, Tensor]] = {}  # detached parameters, by their storage
         self.view_copies: list[ViewCopy] = []  # copies where torch without vmap has views
-        self.outdated: dict[int, Tensor] = {}  # what would have other numbers by now, by its storage
+        self.outdated: dict[int, Tensor] = {}  # what without vmap would have changed by now, by its storage
         self.frozen: dict[int, Tensor] = {}  # leaves of other graphs
         self.own: list[Tensor] = []  # leaves that `fn` has made, perhaps for torch.autograd.grad: their graphs stay
         # How the backward has to go.
@@ -147,7 +147,7 @@ class Mode(TorchFunctionMode):
         try:
             return self._handle(func, args, kwargs)
         except RuleError:
-            ask_op(self, func, args, kwargs)  # which may say that it is the caller's mistake
+            ask_op(self, func, args, kwargs)  # raises torch's own error where the call is wrong, not the rule
             raise
         except Signal as signal:
             self.signal = signal
@@ -205,7 +205,7 @@ class Mode(TorchFunctionMode):
                 if param is not None:
                     value = param
                     params.append(param)
-                elif value.requires_grad:  # of a batched tensor vmap says no
+                elif value.requires_grad:  # for a batched tensor vmap says no
                     graph = True
                 elif not samples:
                     samples = level_of(value) == level and is_batched(value)

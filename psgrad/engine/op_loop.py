@@ -47,8 +47,8 @@ def is_sampled(args: Any, kwargs: Any, level: int) -> bool:
 def run(func: Any, args: Any, kwargs: Any, n: int, level: int, writes: bool) -> tuple[Any, Tensor | None]:
     """`func` for each of n samples; `writes`: it changes its first argument, and returns that.
 
-    And the argument of which the result is a view for each sample, if there is one: here it is a copy. Samples for
-    which `func` raises, or gives something of another shape or another Python value, part ways.
+    Returns the result, and the argument that each sample's result is a view of, if there is one: the result itself is
+    a copy. Samples for which `func` raises, or gives something of another shape or another Python value, part ways.
     """
     given: Any = (args, kwargs)
     flat, spec = optree.tree_flatten(given, none_is_leaf=True)
@@ -81,7 +81,7 @@ def run(func: Any, args: Any, kwargs: Any, n: int, level: int, writes: bool) -> 
         try:
             raise errors[0]
         finally:
-            del errors, error  # which would keep this frame, and with it all rows, in a circle
+            del errors, error  # an error's traceback has this frame: the two would keep each other, and all rows, alive
     if writes:
         return args[0], None
     return _stacked(found, level), _original(found[0], given, [row[0] for row in rows])

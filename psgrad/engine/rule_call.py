@@ -319,14 +319,10 @@ def _run_parts(mode: "Mode", rule: Rule, call: Call, func: Any, params: list[Par
     tensors = [call.x, *[p.wrapped if type(p) is Param else p for p in call.others]]
     x: Any
     x, *rest = [None if t is None else t[None] for t in tensors]  # `before` and `after` expect an axis for samples
-    turned = levels.at(mode.level, weight.view, _turned)
+    turned = levels.at(mode.level, weight.view, lambda t: t.mT)
     linear = LinearMap(weight, turned, bias, at_samples, constant, mode.n, mode.level)
     y = linear(x if call.before is None else call.before(x, *rest))
     return (y if call.after is None else call.after(y, *rest))[0]
-
-
-def _turned(t: Tensor) -> Tensor:
-    return t.mT
 
 
 def _run_folded(mode: "Mode", rule: BatchFold, func: Any, args: Any, kwargs: Any, params: list[Param]) -> Any:

@@ -48,7 +48,7 @@ class Unrecordable(Signal):
 
 
 class NoReads(TorchFunctionMode):
-    """Inside, a function of the user's is recorded outside of the mode: where it reads values it cannot be."""
+    """Around a function of the user's that is recorded outside of `Mode`: where it reads values, it cannot be."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in ANSWERS or (func in READS and reads_values(func, args, kwargs or {})):

@@ -1,6 +1,5 @@
 """The arguments of the public functions: checked, and laid out as a `Problem`."""
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from itertools import repeat
 from operator import attrgetter
@@ -13,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ..errors import ArgumentError, ArgumentTypeError
 from ..torch_ import levels
+from ..torch_.sharding import is_dtensor
 from .held import HELD
 from .problem import Problem, flatten, generators, kind_of, paths
 
@@ -109,7 +109,7 @@ def flat_params(params: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
             elif hasattr(leaf, "__dict__"):  # an object of the user's, a dataclass perhaps
                 remedy = "give its tensors in a dict, a list, a tuple or a NamedTuple."
             raise ArgumentTypeError(f"{paths(spec, 'params')[i]} is {kind_of(leaf)}, not a tensor\n  {remedy}")
-        if _is_dtensor(leaf):
+        if is_dtensor(leaf):
             raise ArgumentTypeError(
                 f"{paths(spec, 'params')[i]} is a DTensor, and there is no group\n"
                 "  say group= with the ranks that hold it, or give its full_tensor(), or its to_local()."
@@ -123,11 +123,6 @@ def flat_params(params: Any) -> tuple[list[Tensor], optree.PyTreeSpec]:
     if not leaves:
         raise ArgumentError("params holds no tensor\n  give a pytree with the tensors to differentiate.")
     return leaves, spec
-
-
-def _is_dtensor(t: Tensor) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")  # where nobody has loaded it, there are none
-    return module is not None and isinstance(t, module.DTensor)
 
 
 def _is_sampled(leaf: Any, dim: Any) -> bool:

@@ -78,7 +78,8 @@ def _norms_of_any(grads: Tensor) -> Tensor:
     if recorded:
         return _scaled_norms(grads)
     norms = _plain_norms(grads)
-    index = suspects(norms, _least_norm(dtype, grads.shape[1]))
+    # above this it does not matter what the squares of P numbers lose below the smallest normal number
+    index = suspects(norms, sqrt(grads.shape[1] * lost_below(dtype)))
     if index is not None:
         for some in index.split(costs.tile(grads.shape[1] * dtype.itemsize)):
             norms[some] = _scaled_norms(grads[some])
@@ -90,11 +91,6 @@ def _plain_norms(rows: Tensor) -> Tensor:
     if rows.element_size() < 4:
         return _vector_norm(rows, dim=1, dtype=torch.float32)
     return _vector_norm(rows, dim=1)
-
-
-def _least_norm(dtype: torch.dtype, p: int) -> float:
-    """The norm of P numbers above which it does not matter what their squares lose below the smallest normal number."""
-    return sqrt(p * lost_below(dtype))
 
 
 @lru_cache

@@ -9,8 +9,9 @@ import optree
 
 from ..engine.validate import is_nested
 from ..errors import ArgumentError
+from ..torch_.sharding import is_dtensor
 from .lockstep import Lockstep
-from .placed import is_dtensor, made_whole
+from .placed import made_whole
 from .ranks import Ranks
 
 C = TypeVar("C", bound=Callable[..., Any])

@@ -12,9 +12,8 @@ from torch import Tensor
 from ..engine.signals import Signal
 from ..errors import ArgumentError
 from ..torch_ import sharding
-from ..torch_.sharding import Event, Unit, Units
+from ..torch_.sharding import Event, Unit, Units, is_dtensor
 from ..torch_.versions import TESTED
-from .placed import is_dtensor
 
 
 class OutOfTurn(Signal):

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import ArgumentError
+from ..torch_.sharding import is_dtensor
 
 
 class Place(NamedTuple):
@@ -29,11 +30,6 @@ class Place(NamedTuple):
         partial = tensor.DTensor.from_local(total, self.mesh, [tensor.Partial()] * self.mesh.ndim, run_check=False)
         found: Tensor = partial.redistribute(self.mesh, self.placements)
         return found
-
-
-def is_dtensor(t: object) -> bool:
-    tensor = sys.modules.get("torch.distributed.tensor")  # where nobody has loaded it, there are none
-    return tensor is not None and isinstance(t, tensor.DTensor)
 
 
 def places_of(leaves: Sequence[Any], names: Sequence[str], group: "dist.ProcessGroup") -> list[Place | None]:

@@ -11,7 +11,7 @@ from ..engine.problem import differences, kind_of, paths
 from ..errors import ArgumentError, ArgumentTypeError
 from ..factors.numerics import cast, wide
 from ..factors.sum import Sum
-from ..processes.placed import is_dtensor
+from ..torch_.sharding import is_dtensor
 
 
 class Directions(NamedTuple):

@@ -258,7 +258,7 @@ def norms_of_chunk(
 def _norms_by(
     collector: type[NormCollector], chunk: Problem, run: Run, per_param: bool, draws: Any
 ) -> tuple[list[Tensor], Outcome]:
-    """Norms, taken early, or where that was too early once more, with factors kept."""
+    """Norms taken as factors come; where one was taken too early, all once more, from factors that are kept."""
     found: list[list[Tensor]] = []
     places: list[Tensor | None] = []
     outcomes: list[Outcome] = []

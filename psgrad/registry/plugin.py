@@ -284,17 +284,18 @@ def _forward(rule: Rule, guarded: Guarded, x: Tensor, *params: Tensor | None) ->
             )
     if not guarded.reshaped:
         _samples_first(guard, "forward", y, len(x))
-    if rule.native and torch.is_grad_enabled() and not y.requires_grad and _follows((x, *params)):
+    if (
+        rule.native
+        and torch.is_grad_enabled()
+        and not y.requires_grad
+        and any(t is not None and t.requires_grad for t in (x, *params))
+    ):
         raise guard.fault(
             "forward",
             "gives an output without a graph",
             "torch must be able to differentiate the forward of a native rule: mend it, or drop native=True.",
         )
     return y, saved
-
-
-def _follows(operands: Iterable[Tensor | None]) -> bool:
-    return any(t is not None and t.requires_grad for t in operands)
 
 
 def _backward(

@@ -235,7 +235,7 @@ def _free_for_tensors(device: torch.device) -> int:
 # ---- the choice of a chunk size ----------------------------------------------------------------------------
 
 ROOM = 1.1  # what a number of samples that was not measured may take beyond what those around it say
-MEASURED = 32  # with so many measured, those close to the bound are measured no more, and count as too many
+MEASURED = 32  # once so many are measured, those close to the bound are not measured, and count as too many
 PLANS = 128  # for one fn: shapes of samples, such as lengths of sequences
 
 
@@ -250,10 +250,11 @@ class Bounded(NamedTuple):
     """Which numbers of samples are within a bound; `measure` finds another point of the curve.
 
     The peak is close to a straight line in the number of samples, with kinks where strategies change: at some of
-    them one sample more takes much less. So a number between two that were measured, powers of two or close to the
-    bound, counts as within it if there is room both for the upper one's peak and for the lower one's with as many
-    bytes for each sample more as were found below. Where there is not, but a straight line passes under the bound,
-    the number itself is measured. The two depend on the bound, and hardly ever on the calls before.
+    them one sample more takes much less. Powers of two are measured, and some numbers close to the bound. A number
+    between two of these counts as within the bound if there is room for the peak of the upper one, and for the peak of
+    the lower one with as many bytes for each sample more as were found below it. Where there is no room, but a straight
+    line from the lower to the upper one is under the bound, the number itself is measured. Which two these are depends
+    on the bound, and hardly ever on the calls before.
     """
 
     curve: Curve
@@ -350,7 +351,7 @@ def _even(n: int, most: int) -> int:
 
 
 class Plan:
-    """What is known of one kind of call: peaks of a run of all samples, and of a chunk, which differ where sums do."""
+    """What is known of one kind of call: peaks of a run of all samples, and of a chunk with sums of its own."""
 
     def __init__(self, has_sums: bool) -> None:
         self.whole = Curve()
@@ -433,7 +434,7 @@ def _signature(problem: Problem) -> tuple[Hashable, ...]:
 
 
 def _leaf(t: Any, batched: bool) -> Hashable:
-    """A leaf of the batch but for its samples; of numbers those that may be a size."""
+    """What a leaf of the batch has to do with memory, whatever the number of samples; an int may be a size."""
     if not isinstance(t, Tensor):
         return type(t), t if isinstance(t, (int, str)) else t != 0 if isinstance(t, float) else None
     if not batched:

@@ -39,13 +39,13 @@ class Quantity(Generic[State, Result]):
     """One question about the gradients of all samples."""
 
     name = ""  # what the planner remembers its measurements by
-    has_sums = False  # over samples: chunks then hold sums of their own, which a run of all samples at once does not
+    has_sums = False  # over samples: a chunk holds its own beside the totals, a run of all samples at once does not
     scatters = False  # of a model under fully_shard those sums are like the parameters, and are scattered as they come
     keeps_all = False  # what is held grows with every chunk
     looks_first = False  # a pass over all chunks comes before: `look` at each, then `decide`
 
     def start(self, whole: Problem, step: int) -> State:
-        """The answer so far, for `step` samples at a time: what chunks add to has its memory from here."""
+        """The answer before any chunk, with the memory that chunks of `step` samples are added to."""
         raise NotImplementedError
 
     def look(self, state: State, chunk: Problem, run: Run) -> Outcome:

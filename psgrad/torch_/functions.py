@@ -51,7 +51,9 @@ _PROPERTIES = vars(torch._C.TensorBase)
 GRAPHS = (_PROPERTIES["is_leaf"].__get__, _PROPERTIES["grad_fn"].__get__)
 NUMBERS = (_PROPERTIES["imag"].__get__, _PROPERTIES["real"].__get__)  # properties that are views of the numbers
 SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
-ATTENTION = torch.nn.functional.multi_head_attention_forward  # holds a fold, whoever its weights belong to
+ATTENTION = (
+    torch.nn.functional.multi_head_attention_forward
+)  # taken apart whoever its weights belong to: there is a fold in it
 IS_NESTABLE = torch._nested_tensor_from_mask_left_aligned  # asked by TransformerEncoder for its fused path
 MAKE_DUAL = torch._make_dual  # what torch.autograd.forward_ad gives a tangent by
 SHOWN = frozenset([torch.Tensor.__repr__, torch.Tensor.__format__])  # a text, in which vmap would show all samples

@@ -115,7 +115,7 @@ def rows_in_front(t: Tensor, level: int) -> Tensor:
 
 
 def unwrap(t: Tensor, n: int, level: int) -> Tensor:
-    """The same of a result of the function: memory of its own for every sample."""
+    """`lower` for a result of the function: an unbatched one is copied for every sample."""
     inner: Tensor
     inner, dim = _ft._unwrap_batched(t, level)
     if dim is None:
@@ -143,7 +143,7 @@ def below(run: Callable[..., _T], *args: object) -> _T:
 
 
 def sampled_below(level: int, run: Callable[..., Tensor], *args: object) -> Tensor:
-    """The same for a `run` that gives a (N, ...) tensor: as the vmap at `level`, the innermost, hands it on."""
+    """`below` for a `run` that gives a (N, ...) tensor, which is wrapped for the vmap at `level`, the innermost."""
     layer = _ft.pop_dynamic_layer_stack()
     try:
         found = run(*args)

@@ -53,6 +53,11 @@ def is_sharded(module: object) -> bool:
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
+def is_dtensor(t: object) -> bool:
+    tensor: Any = sys.modules.get("torch.distributed.tensor")  # where nobody has loaded it, there are none
+    return tensor is not None and isinstance(t, tensor.DTensor)
+
+
 def missing() -> list[str]:
     """The private names of FSDP2 that this torch does not have."""
     gone = []

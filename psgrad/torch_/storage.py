@@ -48,7 +48,7 @@ is_view: Callable[[Tensor], bool] = Tensor._is_view  # whether autograd knows a 
 
 
 def parted(t: Tensor) -> Tensor:
-    """(N, ...) as (N, 1, ...), where nobody but us has the tensor without that axis: `unfolded` knows the node."""
+    """(N, ...) as (N, 1, ...), where nobody but us has the tensor without that axis: `unfolded` gives it back."""
     return t.unsqueeze(-t.dim())  # counted from behind, as vmap counts no axis of a function's own
 
 
@@ -77,7 +77,7 @@ def folded(t: Tensor) -> Tensor:
 
 
 def expanded(t: Tensor, n: int) -> Tensor:
-    """`t` n times, without memory. Torch refuses views of a storage that is empty for now: it is not, for a moment."""
+    """`t` n times, without memory. Torch refuses views of an empty storage: such a one gets its size for a moment."""
     storage = t.untyped_storage()
     if storage.nbytes() or not t.numel():
         return t.expand(n, *t.shape)
