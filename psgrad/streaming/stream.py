@@ -183,23 +183,40 @@ def fold(
     again = quantity.looks_first or (problem.randomness == "same" and step < problem.n)
     if again and assumptions.are_for_others():
         raise Unrecordable("random numbers would have to be drawn again")
-    run = collect if bar is None else bar.watching(collect)
-    outcomes: list[Outcome] = []
+    outcomes = _passes(quantity, state, problem, step, collect if bar is None else bar.watching(collect), bar)
+    return quantity.finish(state), joined(problem, outcomes)
+
+
+def _passes(
+    quantity: Quantity[State, Any],
+    state: State,
+    problem: Problem,
+    step: int,
+    run: Run,
+    bar: Bar | None = None,
+    turn: Callable[[], None] | None = None,
+) -> list[Outcome]:
+    """Add all chunks to `state`, after a look at each where the quantity wants one; and what came out besides.
+
+    `turn` is called before chunks are added: behind the first pass, where there are two.
+    """
+    looked: list[Outcome] = []
     draws: list[Any] = []
     if quantity.looks_first:
         for _, chunk in chunks(problem, step, bar):
             draws.append(generators(problem.params))
-            outcomes.append(quantity.look(state, chunk, run))
-        quantity.decide(state)
-        after = generators(problem.params)
-        for k, (rows, chunk) in enumerate(chunks(problem, step, bar)):
-            rewind(draws[k])  # both passes draw the same numbers
-            quantity.add(state, rows, chunk, run)
-        rewind(after)
-    else:
-        for rows, chunk in chunks(problem, step, bar):
-            outcomes.append(quantity.add(state, rows, chunk, run))
-    return quantity.finish(state), joined(problem, outcomes)
+            looked.append(quantity.look(state, chunk, run))
+    if turn is not None:
+        turn()
+    if not quantity.looks_first:
+        return [quantity.add(state, rows, chunk, run) for rows, chunk in chunks(problem, step, bar)]
+    quantity.decide(state)
+    after = generators(problem.params)
+    for drawn, (rows, chunk) in zip(draws, chunks(problem, step, bar), strict=True):
+        rewind(drawn)  # both passes draw the same numbers
+        quantity.add(state, rows, chunk, run)
+    rewind(after)
+    return looked
 
 
 def in_lock_step(
@@ -220,24 +237,14 @@ def in_lock_step(
     with differentiating(problem):
         step = min((chunk_size or problem.n) if bound is None else _rehearsed(lockstep, problem, bound), problem.n)
         state = quantity.start(problem, step)
-        draws: list[Any] = []
-        outcomes: list[Outcome] = []
-        if quantity.looks_first:
-            for _, chunk in chunks(problem, step):
-                draws.append(generators(problem.params))
-                outcomes.append(quantity.look(state, chunk, lockstep.run))
-            lockstep.rest(problem)
-            quantity.decide(state)
-        after = generators(problem.params)
-        if quantity.scatters:
-            lockstep.scattering(problem.params)
-        for k, (rows, chunk) in enumerate(chunks(problem, step)):
-            if draws:
-                rewind(draws[k])  # both passes draw the same numbers
-            outcomes.append(quantity.add(state, rows, chunk, lockstep.run))
-        if draws:
-            rewind(after)
-            del outcomes[len(draws) :]
+
+        def turn() -> None:
+            if quantity.looks_first:
+                lockstep.rest(problem)
+            if quantity.scatters:
+                lockstep.scattering(problem.params)
+
+        outcomes = _passes(quantity, state, problem, step, lockstep.run, turn=turn)
         lockstep.finish(problem)
         return quantity.finish(state), joined(problem, outcomes)
 

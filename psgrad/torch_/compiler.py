@@ -18,8 +18,9 @@ _eager = 0  # how many runs, in all threads, want compiled functions to run as t
 _stance: Any = None  # dynamo's before the first of them
 
 
-def _frames() -> Any:
-    return sys.modules["torch._dynamo.eval_frame"]
+_FRAMES = "torch._dynamo.eval_frame"  # the module that runs compiled functions
+is_loaded: Callable[[], bool] = partial(sys.modules.__contains__, _FRAMES)
+_frames: Callable[[], Any] = partial(sys.modules.__getitem__, _FRAMES)
 
 
 @cache
@@ -52,9 +53,6 @@ class _Eagerly:
 
 _NOTHING = contextlib.nullcontext()
 _EAGERLY = _Eagerly()
-
-
-is_loaded: Callable[[], bool] = partial(sys.modules.__contains__, "torch._dynamo.eval_frame")
 
 
 def eagerly() -> contextlib.AbstractContextManager[None]:
