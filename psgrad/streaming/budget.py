@@ -382,22 +382,27 @@ def chunk_size(problem: Problem, max_bytes: int, quantity: "Quantity[Any, Any]")
     Planned once for samples of a shape: after a few calls another number of samples costs a look-up.
     """
 
-    n, plan = problem.n, _plan_of(problem, quantity)
+    plan = _plan_of(problem, quantity)
     whole = Bounded(plan.whole, max_bytes, lambda size: peak_bytes(problem, size, size, quantity, True))
     chunk = Bounded(plan.chunk, max_bytes, lambda size: peak_bytes(problem, size, size + 1, quantity, True))
+    return chosen(problem.n, whole, chunk)
+
+
+def chosen(n: int, whole: Bounded, chunk: Bounded) -> int | TooLittle:
+    """How many of n samples run at once: all, or the size of chunks."""
     if whole.holds(n):
         return n
     if size := chunk.most(n):
         return size
-    found = {size: peak for size, peak in plan.chunk.peaks.items() if size < n}  # of one sample, and maybe of others
-    if fit := [size for size, peak in found.items() if peak <= max_bytes]:  # some samples may take less than one
+    found = {size: peak for size, peak in chunk.curve.peaks.items() if size < n}  # of one sample, and maybe of others
+    if fit := [size for size, peak in found.items() if peak <= chunk.bound]:  # some samples may take less than one
         return max(fit)
-    if n == 1 or (plan.whole is not plan.chunk and whole.peak(_power_below(n)) < found[1]):
+    if n == 1 or (whole.curve is not chunk.curve and whole.peak(_power_below(n)) < found[1]):
         found[n] = whole.peak(n)  # all at once, where chunks have sums of their own
     size = min(found, key=found.__getitem__)
     words = {n: f"all {n} samples at once need less than chunks of them, but still", 1: "one sample at a time needs"}
     need = words.get(size, f"{size} samples at a time need less than one, but still")
-    return TooLittle(max_bytes, found[size], need)
+    return TooLittle(whole.bound, found[size], need)
 
 
 def _plan_of(problem: Problem, quantity: "Quantity[Any, Any]") -> Plan:
