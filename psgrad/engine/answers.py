@@ -33,7 +33,7 @@ def answer(mode: "Mode", call: "TorchCall") -> Any:
 
 
 def _answer_to_stay(mode: "Mode", call: "TorchCall", rows: Tensor) -> Any:
-    """The same while ops are recorded: a graph is good for samples that give the same answer."""
+    """An answer while ops are recorded: the graph is good for samples that give the same one."""
     with tracing.unrecorded():
         found, value = _answer(mode, call, rows), rows[:1].clone()
     _assume(call.func, rows, found, value)
@@ -41,7 +41,7 @@ def _answer_to_stay(mode: "Mode", call: "TorchCall", rows: Tensor) -> Any:
 
 
 def answer_for_all(call: "TorchCall") -> Any:
-    """The same of a tensor that all samples share."""
+    """An answer of a tensor that all samples share, while ops are recorded."""
     t = call.args[0].detach()
     with tracing.unrecorded():
         found, value = call.run(), t.clone()
@@ -50,7 +50,7 @@ def answer_for_all(call: "TorchCall") -> Any:
 
 
 def number_of(t: Tensor) -> Any:
-    """The same where no mode sees who asks: inside a Function of autograd, say."""
+    """What item() gives, while ops are recorded, where no mode sees it: inside an autograd Function, say."""
     with tracing.unrecorded():
         found, value = t.item(), t.clone()
     _assume(Tensor.item, t, found, value)
@@ -58,7 +58,7 @@ def number_of(t: Tensor) -> Any:
 
 
 def _assume(func: Any, t: Tensor, found: Any, value: Tensor) -> None:
-    """That `t` will have the same answer, `found`, or the same `value`."""
+    """Note the assumption that `t` gives the answer `found` again, or has this `value` again."""
     if func in _TRUTHS:
         assumptions.assume((t != 0) == found)
     elif t.is_floating_point():  # 0.0 and -0.0 are two answers
@@ -125,12 +125,12 @@ class GraphNode:
 
     def __init__(self, mode: "Mode", node: Any, shape: Sequence[int] | None = None) -> None:
         self._mode, self._node = mode, node
-        self._shape = shape  # of the gradients for `fn`, where the node is that of a tensor of another
+        self._shape = shape  # of the gradients that `fn` sees, where the node is of a tensor of another shape
 
     def register_prehook(self, hook: Any) -> Any:
         """A hook on the gradient of the output, which sees one sample's after the other."""
         mode = self._mode
-        if mode.deferred.edges:  # there it would not count: what is asked for is taken before it
+        if mode.deferred.edges:  # their gradients are taken before such a hook would change them
             mode.signal = Rerun("save_memory")
             raise mode.signal
         mode.has_hooks = True

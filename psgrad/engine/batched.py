@@ -173,7 +173,8 @@ def _backward(losses: Tensor, mode: Mode, seed: Tensor | None, keep_graph: bool 
     """
     collector, leaves = mode.collector, list(map(_leaf_of, mode.sources))
     if seed is not None and not keep_graph:
-        short = losses.dtype.itemsize < 4 or collector.weighs_factors  # the seed's range, or float16's
+        # half precision has no room for weights, or these are too far from 1 for any dtype
+        short = losses.dtype.itemsize < 4 or collector.weighs_factors
         if short or mode.calls_functions or mode.has_hooks:  # whose backward may not be linear
             collector.weights, seed = seed, None
     seed = torch.ones_like(losses) if seed is None else seed.to(losses.dtype)
@@ -244,7 +245,7 @@ def _forward_pass(problem: Problem, relay: Relay, options: RunOptions, log: list
         return KeptForward(mode, relay, _run_forward(problem, mode).loss)
 
 
-seen_grad = opened(torch.autograd.grad)  # modes are not asked, and so are on while the backward runs
+seen_grad = opened(torch.autograd.grad)  # not shown to modes itself, so that they are on while its backward runs
 
 
 class _Unchanged(Following):

@@ -24,7 +24,7 @@ class Collector:
     """What is made of the factors that a backward yields, source by source."""
 
     reduces_early = False  # it wants to know, when a factor comes, if more are to come for the same source
-    weights: Tensor | None = None  # (N,): what each sample's gradients count, where that is not in the backward's seed
+    weights: Tensor | None = None  # (N,): those of the samples' gradients, where they are not in the backward's seed
     weighs_factors = False  # the weights are not to be in the backward's seed
 
     def __init__(self, problem: Problem) -> None:
@@ -82,7 +82,7 @@ class DenseCollector(Collector):
         return source.index in self.grads or source.index in self.later
 
     def _write(self, index: int, like: Tensor) -> None:
-        """What was put off."""
+        """Write the factors of a source that were put off."""
         terms = self.later.pop(index, None)
         if terms is None:
             return
@@ -203,7 +203,7 @@ class FactorCollector(Collector):
         held, dense = factor.bytes()
         if not factor.is_written and costs.keeps_dense(held, dense):
             tensors, room = factor.tensors(), None
-            if len({t.dtype for t in tensors}) == 1:  # that of their products
+            if len({t.dtype for t in tensors}) == 1:  # which their products then have, too
                 room = _room(factor, (self.n, *factor.shape), tensors[0])
             term, held = Placement(region, Dense(factor.dense(room))), dense
         self.held += held

@@ -212,7 +212,7 @@ def run_rule(mode: "Mode", rule: Entry, func: Any, args: Any, kwargs: Any, opera
         return _run_inside(mode, rule, func, args, kwargs, operands)
     if isinstance(rule, BatchFold):
         return _run_folded(mode, rule, func, args, kwargs, params)
-    if not samples and rule.only_params:  # a weight made of weights, not a weight at work
+    if not samples and rule.only_params:  # a weight is made of weights: none of them meets a sample
         if mode.options.of_params_per_sample:
             why = "a function of parameters is changed in place"
             return mode.left_to_vmap(func, args, kwargs, params, why)

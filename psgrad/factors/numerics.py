@@ -58,7 +58,7 @@ def norms_of(grads: Tensor) -> Tensor:
 
 
 def wide_norms(grads: Tensor) -> Tensor:
-    """The same, be it in float64."""
+    """The same norms, perhaps in float64."""
     if grads.dim() != 2:
         grads = flat(grads)
     if grads.dtype is torch.float32 and grads.numel() <= SMALL_NORMS and grads.is_cpu:  # in small calls this counts
@@ -67,7 +67,7 @@ def wide_norms(grads: Tensor) -> Tensor:
 
 
 def _norms_of_any(grads: Tensor) -> Tensor:
-    """The same of (N, P), whatever their number, dtype and device."""
+    """The same norms of (N, P), whatever their number, dtype and device."""
     dtype = wide(grads.dtype)
     if grads.dtype is torch.float16:  # the squares of its numbers are in float32's range
         return _plain_norms(grads)

@@ -17,7 +17,7 @@ from ..torch_.versions import TESTED
 
 
 class OutOfTurn(Signal):
-    """This rank wants a layer of which the others, as far as is known, have no use at that point."""
+    """This rank wants a layer at a point where the others, by the order that is known, do not expect it."""
 
 
 class Layers:

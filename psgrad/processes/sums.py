@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,15 +14,16 @@ BUCKET = 25 << 20  # bytes that are reduced at a time: what DistributedDataParal
 LARGE = 1 << 20  # bytes from which on a parameter's sum is reduced where it is, without a copy
 
 
-class Meta(Protocol):
+class Meta(NamedTuple):
     """A parameter but for its numbers."""
 
-    @property
-    def shape(self) -> torch.Size: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def device(self) -> torch.device: ...
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def new(self) -> Tensor:
+        """Zeros like the parameter, in the dtype for sums."""
+        return torch.zeros(self.shape, dtype=wide(self.dtype), device=self.device)
 
 
 class Bucket(NamedTuple):

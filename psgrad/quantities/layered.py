@@ -96,7 +96,7 @@ def scattered_sums(
 
 
 def _taken(blocks: list[Block], k: int, i: int) -> Block:
-    """What block k knows of parameter i, and then knows no more."""
+    """Take what block k knows of parameter i out of it."""
     places, sums, _ = blocks[k]
     blocks[k] = blocks[k]._replace(sums=(*sums[:i], None, *sums[i + 1 :]))
     return Block(places, (sums[i],), True)

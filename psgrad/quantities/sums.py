@@ -1,6 +1,7 @@
 """weighted_grad: sums of per-sample gradients, with weights that are given or depend on the norms."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, overload
@@ -322,13 +323,9 @@ class _GivenWeights(Weigh):
         if self.shards is not None and len(norms[0]):  # without samples nobody has anything to say
             norms = [norm_of_norms(self.shards.whole_norms(norms))]
         norms_of_all = self.there.among_zeros(norms[0])
-        if assumptions.are_noted():
-            with NoReads():
-                found = self.function(norms_of_all)
-        else:
+        with NoReads() if assumptions.are_noted() else nullcontext():
             found = self.function(norms_of_all)
-        w = _checked_weights(found, self.there)
-        return norms, Weights([w] * count)
+        return norms, Weights([_checked_weights(found, self.there)] * count)
 
 
 class FromNorms(NamedTuple):
@@ -363,7 +360,7 @@ class KeptSums(Quantity[FromNorms, FromNorms]):
         blocks, outcome = blocks_of(chunk, run)
         norms, weights = self._weighed(chunk, blocks)
         state.norms.append(norms)
-        across = self.across if rows.stop == self.n and self.weigh.good else None  # what is not good is not sent
+        across = self.across if rows.stop == self.n and self.weigh.good else None  # a call that fails sends nothing
         while blocks:
             last = None if len(blocks) > 1 else across
             add_sums(blocks.pop(0), weights.of_params, state.totals, weights.skip_zero_check, last)

@@ -9,23 +9,12 @@ from torch import Tensor
 
 from ..factors import assumptions
 from ..factors.base import NormMemo, without_zero_weights
-from ..factors.numerics import cast, norm_of_norms, wide
+from ..factors.numerics import cast, norm_of_norms
 from ..factors.sum import Sum
+from ..processes.sums import Meta as Meta
 from ..processes.sums import Sums
 from ..torch_ import tracing
 from ..torch_.autograd import full_precision, in_full_precision
-
-
-class Meta(NamedTuple):
-    """A parameter but for its numbers."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-    def new(self) -> Tensor:
-        """Zeros like the parameter, in the dtype for sums."""
-        return torch.zeros(self.shape, dtype=wide(self.dtype), device=self.device)
 
 
 class Block(NamedTuple):
