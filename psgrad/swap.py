@@ -10,6 +10,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from operator import is_, setitem
 from typing import Any
 
@@ -123,24 +124,25 @@ def _hooked(name: str) -> ArgumentError:
     )
 
 
+@dataclass(eq=False)
 class Swap:
     """Inside, the model holds `params`; its other parameters are frozen, its buffers copies it may change.
 
     The names in `params` are names of slots.
     """
 
-    def __init__(self, slots: Slots, params: Mapping[str, Tensor]) -> None:
-        self.slots, self.params, self.model, self.lock = slots, params, slots.model, slots.lock
+    slots: Slots
+    params: Mapping[str, Tensor]
 
     def __enter__(self) -> None:
         slots, held = self.slots, HELD
-        self.lock.acquire()
+        slots.lock.acquire()
         self.there = there = list(map(dict.get, slots.places, slots.place_keys))  # None: the model has none any more
         if not all(map(is_, there, slots.residents)):
             try:
                 slots.refuse_others(there)
             except ArgumentError:
-                self.lock.release()
+                slots.lock.release()
                 raise
         held.holdings.append(self)
         self.given = given = list(map(self.params.get, slots.names))
@@ -168,14 +170,14 @@ class Swap:
             for home, key, there in reversed(self.beside):  # two modules may share a home
                 home[key] = there
         HELD.holdings.pop()
-        self.lock.release()
+        slots.lock.release()
         if error is not None:
             return
         if self.missing:
             raise self._lost()
         if not slots.has_run:
             slots.has_run = True
-            _warn_of_kept(self.model)
+            _warn_of_kept(slots.model)
 
     def _missing(self) -> list[str]:
         """The names of parameters that are not where they were put."""
@@ -203,7 +205,7 @@ class Swap:
     def _lost(self) -> UnsupportedOpError:
         name = self.missing[0]
         path = name.rpartition(".")[0]
-        module = self.model.get_submodule(path)
+        module = self.slots.model.get_submodule(path)
         where = f"in {path!r}, a {type(module).__name__}" if path else f"in the model, a {type(module).__name__}"
         return UnsupportedOpError(
             f"the model replaced params[{name!r}] while it ran, so that its gradient would be lost\n"

@@ -30,7 +30,7 @@ class Recompute:
     """A checkpointed function's second run, in the surroundings of the first."""
 
     def __init__(self, recompute: Callable[..., None], roots: list[Any], around: Around) -> None:
-        self.recompute, self.around, self.locks = recompute, around, [holding.lock for holding in HELD.holdings]
+        self.recompute, self.around, self.locks = recompute, around, [holding.slots.lock for holding in HELD.holdings]
         modules = list(reachable_modules([recompute, *roots]))
         homes = [home for m in modules for home in (parameters_of(m), buffers_of(m)) if home]
         self.held = [(home, dict(home)) for home in homes]

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 class Holding(Protocol):
     """A context in which a model holds given parameters. It can be entered again."""
 
-    model: Any
-    lock: Any  # on the model
+    slots: Any  # where the model holds its parameters, with `model` itself, and a `lock` on it
 
     def __enter__(self) -> None: ...
     def __exit__(self, *error: Any) -> None: ...
@@ -53,10 +52,10 @@ def recorded() -> Iterator[list[Holding]]:
 @contextlib.contextmanager
 def again(record: Sequence[Holding]) -> Iterator[None]:
     """Inside, models hold what they held while `record` was made; one that held two things in turn holds neither."""
-    models = [holding.model for holding in record]
+    models = [holding.slots.model for holding in record]
     with contextlib.ExitStack() as stack:
         for holding in record:
-            if sum(model is holding.model for model in models) == 1:
+            if sum(model is holding.slots.model for model in models) == 1:
                 stack.enter_context(holding)
         yield
 

@@ -11,7 +11,7 @@ part is a call of the same rule, by W or by W transposed, and yields a factor of
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,11 +42,11 @@ class LinearMap:
 
     @property
     def tangent(self) -> "LinearMap":
-        return LinearMap(self.weight, self.turned, None, self.rule, self.constant, self.n, self.level)
+        return replace(self, bias=None)
 
     @property
     def transposed(self) -> "LinearMap":
-        return LinearMap(self.turned, self.weight, None, self.rule, self.constant, self.n, self.level)
+        return replace(self, weight=self.turned, turned=self.weight, bias=None)
 
     def _at_samples(self, x: Tensor) -> Tensor:
         """The rule on a plain tensor (N, K, ...): K become positions."""

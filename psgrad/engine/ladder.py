@@ -250,25 +250,20 @@ def _drawing_of(problem: Problem) -> contextlib.AbstractContextManager[Any]:
     """What `randomness` says of a group of the samples: "same" lets every group draw what the first drew."""
     if problem.randomness == "same":
         rewind(problem.draws_from)
-    return _NoDraws(problem) if problem.randomness == "error" else _NOTHING
+    return _no_draws(problem) if problem.randomness == "error" else _NOTHING
 
 
 _NOTHING = contextlib.nullcontext()
 
 
-class _NoDraws:
+@contextlib.contextmanager
+def _no_draws(problem: Problem) -> Iterator[None]:
     """Inside, nobody draws random numbers: an error says if somebody did."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-
-    def __enter__(self) -> None:
-        self.before = generators(self.problem.params)
-
-    def __exit__(self, error: object, *_: object) -> None:
-        after = generators(self.problem.params)
-        if error is None and not all(torch.equal(state, after[device]) for device, state in self.before.items()):
-            raise _drawing("an unknown place")
+    before = generators(problem.params)
+    yield
+    after = generators(problem.params)
+    if not all(torch.equal(state, after[device]) for device, state in before.items()):
+        raise _drawing("an unknown place")
 
 
 def _drawing(where: str) -> ArgumentError:

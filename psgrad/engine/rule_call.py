@@ -255,8 +255,7 @@ def _run_call(mode: "Mode", rule: Rule, call: Call, func: Any, args: Any, kwargs
         bound.use = mode.record(func, [p for p in params if p not in inputs], rule.name)
         mode.record(func, inputs, None, "an input of the op, not its weight")
     lowered = [mode.lower(t) for t in others] if others else ()
-    x = levels.lower(x.wrapped if type(x) is Param else x, mode.n, mode.level)
-    return levels.sampled_below(mode.level, _apply_bound, mode, call, bound, x, *lowered)
+    return levels.sampled_below(mode.level, _apply_bound, mode, call, bound, mode.lower(x), *lowered)
 
 
 def _apply_bound(mode: "Mode", call: Call, bound: BoundRule, x: Tensor, *others: Tensor | None) -> Tensor:
