@@ -76,7 +76,7 @@ class DenseCollector(Collector):
         self.params, self.n = problem.params, problem.n
         self.grads: dict[int, Tensor] = {}  # what has been written, by the source's index
         self.later: dict[int, list[Placement]] = {}  # small factors of what is used often: one long sum for many
-        self.buffers = dict(enumerate(buffers))  # contiguous, where parameters' gradients are to be written
+        self.buffers = dict(enumerate(buffers)) if buffers else {}  # contiguous: where to write gradients
 
     def has(self, source: Source) -> bool:
         return source.index in self.grads or source.index in self.later

@@ -137,7 +137,8 @@ class DeferredCalls:
             node = made.grad_fn
             assert node is not None
             self.edges.append(GradientEdge(node, made.output_nr))
-            self.calls.append((bound, x, version_of(x), list(map(version_of, bound.constants)), shape))
+            versions = list(map(version_of, bound.constants)) if bound.constants else []
+            self.calls.append((bound, x, version_of(x), versions, shape))
             self.held += y.nbytes
         return y
 
@@ -147,7 +148,7 @@ class DeferredCalls:
             if g is not None:
                 if version_of(x) != version and bound.rule.keeps_input:
                     bound.refuse_changes()
-                if versions != list(map(version_of, bound.constants)):
+                if versions and versions != list(map(version_of, bound.constants)):
                     bound.refuse_changes()
                 bound.backward(g if shape is None else g.reshape(shape), x, bound.values, (), False)
 
@@ -165,14 +166,15 @@ class _Apply(torch.autograd.Function):
             values = [None if v is None else v.to(dtype) for v in values]
         y, saved = rule.forward(bound.options, x, *values)
         ctx.save_for_backward(x if rule.keeps_input else x.new_empty(1).expand(x.shape), *saved)
-        ctx.bound, ctx.values, ctx.versions = bound, values, list(map(version_of, bound.constants))
+        ctx.bound, ctx.values = bound, values
+        ctx.versions = list(map(version_of, bound.constants)) if bound.constants else []
         return y.data if is_view(y) else y  # a view made in here could not be changed in place by `fn`
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         bound = ctx.bound
         x, *saved = ctx.saved_tensors
-        if ctx.versions != list(map(version_of, bound.constants)):
+        if ctx.versions and ctx.versions != list(map(version_of, bound.constants)):
             bound.refuse_changes()
         return None, None, bound.backward(g, x, ctx.values, saved, ctx.needs_input_grad[2]), None
 
@@ -255,7 +257,8 @@ def _run_call(mode: "Mode", rule: Rule, call: Call, func: Any, args: Any, kwargs
         bound.use = mode.record(func, [p for p in params if p not in inputs], rule.name)
         mode.record(func, inputs, None, "an input of the op, not its weight")
     lowered = [mode.lower(t) for t in others] if others else ()
-    return levels.sampled_below(mode.level, _apply_bound, mode, call, bound, mode.lower(x), *lowered)
+    x = levels.lower(x.wrapped if type(x) is Param else x, mode.n, mode.level)
+    return levels.sampled_below(mode.level, _apply_bound, mode, call, bound, x, *lowered)
 
 
 def _apply_bound(mode: "Mode", call: Call, bound: BoundRule, x: Tensor, *others: Tensor | None) -> Tensor:

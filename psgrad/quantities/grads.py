@@ -213,7 +213,7 @@ class Grads(Quantity[list[Any], list[Tensor]]):
 
     def add(self, state: list[Any], rows: slice, chunk: Problem, run: Run) -> Outcome:
         """The rows of a chunk, straight into the result; by way of memory of their own where samples part ways."""
-        targets = [t[rows] for t in state]
+        targets = [t[rows] for t in state] if state else []
         places: list[Tensor | None] = []
         outcomes: list[Outcome] = []
         for group in run(chunk, lambda part: DenseCollector(part, targets if part is chunk else ())):

@@ -279,6 +279,8 @@ def _norms_by(
     except NormTakenTooEarly:
         rewind(draws)
         return _norms_by(LateNormCollector, chunk, run, per_param, draws)
+    if places[0] is None:  # as in most calls
+        return found[0], outcomes[0]
     return in_order(found, places, chunk.n), join(outcomes, places)
 
 
