@@ -14,7 +14,7 @@ import psgrad
 from psgrad.factors import products
 from psgrad.factors.maps import gram_of
 from psgrad.testing import loop_grads
-from psgrad.torch_ import kernels
+from psgrad.torch_ import graphs, kernels
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="torch without oneDNN")
 M, K, N = 64, 384, 512  # more multiply-adds than LARGE
@@ -132,6 +132,28 @@ def test_not_where_mkl_keeps_up(calls: list[Any], monkeypatch: pytest.MonkeyPatc
     assert torch.equal(products.linear(a, b.mT, None), F.linear(a, b.mT))
     assert torch.equal(products.long_product(a, b), a @ b)
     assert not calls
+
+
+@pytest.mark.parametrize("backend", ["replay", "inductor"])
+def test_large_products_of_a_graph(backend: str, calls: list[Any]) -> None:
+    """They are an op of ours; small ones, and those of other dtypes, are torch's."""
+    if backend == "inductor" and graphs.missing_compiler():
+        pytest.skip("no C++ compiler")
+    model = nn.Sequential(nn.Linear(K, N), nn.Tanh(), nn.Linear(N, K, bias=False), nn.Tanh(), nn.Linear(K, 3))
+    for dtype, ours in ((torch.float32, 5), (torch.float64, 0)):
+        fn, params = psgrad.from_module(model.to(dtype), F.cross_entropy)
+        step = psgrad.compile(psgrad.clipped_grad, fn, backend=backend, max_norm=0.5)
+        batch = torch.randn(M, K, dtype=dtype), torch.randint(3, (M,))
+        step(params, batch)
+        calls.clear()
+        batch = torch.randn(M, K, dtype=dtype), torch.randint(3, (M,))
+        found = step(params, batch)
+        assert len(calls) == ours  # two forward, one backward, two weighted sums
+        (graph,) = [g for world in step._worlds for entry in world.entries.values() for g in entry.graphs]
+        assert graph.ops.count("psgrad.product.default") == ours
+        assert sum(op in ("aten.addmm.default", "aten.mm.default") for op in graph.ops) == 8 - ours
+        torch.testing.assert_close(found, psgrad.clipped_grad(fn, params, batch, 0.5), rtol=1e-4, atol=1e-6)
+        assert step.cache_info()[1:4] == (0, 1, (backend,))
 
 
 def test_every_quantity_of_a_wide_net(calls: list[Any]) -> None:

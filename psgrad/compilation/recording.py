@@ -23,6 +23,7 @@ from ..factors import assumptions, conv_costs, warm_memory
 from ..quantities.factored import FactoredGrads
 from ..torch_ import graphs
 from ..torch_.autograd import full_precision, is_autocasting
+from . import quick_products
 
 Backend = Literal["auto", "inductor", "replay"]
 LARGE = 2500  # ops; the compiler would be busy for minutes with more
@@ -125,6 +126,7 @@ def record(quantity: Callable[..., Any], fn: Any, call: tuple[Any, ...], backend
             raise Unrecordable("fn draws random numbers by Python's random or by NumPy")
         if why is not None:
             raise Unrecordable(why)
+        quick_products.put_in(graph)
         ops = graphs.ops_of(graph)
         params, batch, options = call
         eagerly = partial(quantity, fn, params, batch, **options)
