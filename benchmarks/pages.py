@@ -81,6 +81,13 @@ def times(ratios: Ratios, names: Mapping[str, str], columns: Iterable[tuple[str,
     ]
 
 
+def compiled(ratios: Ratios) -> str:
+    """What compilers make of it: of the batch gradient, of vmap(grad), and of psgrad's quantities."""
+    columns = [("grads", BY_TORCH[0]), ("grads", BY_TORCH[1]), *((q, OURS[2]) for q in ("grads", "norms", "clipped"))]
+    head = ["workload", "N", "batch gradient", "gradients: `vmap(grad)`", "psgrad", "norms: psgrad"]
+    return table([*head, "clipped sum: psgrad"], times(ratios, {name: name for name in WORKLOADS}, columns))
+
+
 def leaders(ratios: Ratios) -> dict[tuple[str, str], list[tuple[float, str]]]:
     """Who is clearly ahead of psgrad, by workload and quantity, the fastest first."""
     found = {}
@@ -132,6 +139,7 @@ def large(ratios: Ratios) -> str:
 BLOCKS: dict[str, Callable[[Ratios], str]] = {
     "speed": speed,
     "time": time,
+    "compiled": compiled,
     "ahead": ahead,
     "ahead-in-words": in_words,
     "memory": memory,

@@ -58,6 +58,7 @@ def test_pages_are_filled_from_records(tmp_path: Path, monkeypatch: pytest.Monke
     readme, site = (copy.read_text() for copy in copies)
     assert block(readme, "speed")[2] == ["MLP 20-64-2", "64", "21.00", "1.10", "1.20", "1.30"]
     assert block(site, "time")[3] == ["mlp: MLP 784-1024-1024-10", "256", "22.00", "2.10", "22.00", "2.20", "2.30"]
+    assert block(site, "compiled")[2] == ["mlp-tiny", "64", "21.00", "21.00", "21.00", "21.00", "21.00"]
     assert block(site, "memory")[2] == [f"{n}.30" for n in range(2, 11)]
     assert block(site, "large")[2] == ["ResNet-50, images of 160 x 160", "4", "11.20", "11.20", "11.30", "11.30"]
     assert block(site, "ahead")[2:] == [["mlp-tiny, norms", "JAX 0.50", "1.20"]]

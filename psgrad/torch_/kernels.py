@@ -55,17 +55,19 @@ def _is_by_intel() -> bool:
     return "AMD" not in maker
 
 
+_ONEDNN_LINEAR: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)  # where torch has oneDNN
+
 # MKL keeps its kernels for 512 bits to Intel's processors; oneDNN has them for all.
 MKL_IS_BEHIND = (
     torch.backends.mkl.is_available()
     and torch.backends.mkldnn.is_available()
     and torch.backends.cpu.get_cpu_capability() == "AVX512"
-    and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    and _ONEDNN_LINEAR is not None
     and not _is_by_intel()
 )
 
 
 def linear_by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` in float32 on the CPU by oneDNN, which autograd and transforms do not know."""
-    found: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    found: Tensor = _ONEDNN_LINEAR(x, weight, bias, "none", [], "")
     return found
