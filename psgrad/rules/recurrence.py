@@ -1,7 +1,7 @@
 """One recurrent layer in one direction: lstm, gru, rnn_tanh, rnn_relu.
 
 The input's projections are one product for all steps, the loops over time do what depends on the step
-before and no more, and each weight gets one factor over all steps.
+before and no more, and each weight gets one factor over all steps. A loop is one op where ops are recorded.
 
 Inside a rule tensors are (L, B N, F): the steps in front, so that a step is contiguous, and the samples
 next to the features, so that (L B, N, F) is a view, which a factor takes transposed. States are slots
@@ -22,6 +22,7 @@ from ..factors.dense import Dense
 from ..factors.outer import Outer
 from ..registry.rule import Call, Needs, Param, Rule
 from ..torch_ import levels
+from ..torch_.operators import as_one_op
 
 Saved = tuple[Tensor, ...]
 Params = Sequence[Any]
@@ -29,14 +30,11 @@ Gradients = tuple[Tensor | None, list[Factor | None]]
 _aten = torch.ops.aten
 
 
-class Options(NamedTuple):
-    """`states`: the widths of the initial states that follow the input in x, where they differ between samples."""
+class Order(NamedTuple):
+    """In which direction, and how many steps."""
 
     reverse: bool
     length: int
-    batch: int
-    width: int
-    states: tuple[int, ...] = ()
 
     @property
     def steps(self) -> range:
@@ -54,6 +52,19 @@ class Options(NamedTuple):
 
     def last(self, slots: Tensor) -> Tensor:
         return slots[0 if self.reverse else -1]
+
+
+class Options(NamedTuple):
+    """`states`: the widths of the initial states that follow the input in x, where they differ between samples."""
+
+    order: Order
+    batch: int
+    width: int
+    states: tuple[int, ...] = ()
+
+    @property
+    def lead(self) -> tuple[int, int]:
+        return self.order.length, self.batch
 
 
 # ---- layouts -------------------------------------------------------------------------------------------
@@ -78,10 +89,10 @@ def _split(options: Options, x: Tensor) -> list[Tensor]:
     """The input (N, L, B, I) and the states (N, B, H) that follow it."""
     if not options.states:
         return [x]
-    _, length, batch, width, states = options
-    inputs, *rest = x.split([length * batch * width, *(batch * size for size in states)], 1)
+    _, batch, width, states = options
+    inputs, *rest = x.split([prod(options.lead) * width, *(batch * size for size in states)], 1)
     pairs = zip(rest, states, strict=True)
-    return [inputs.unflatten(1, (length, batch, width)), *(t.unflatten(1, (batch, size)) for t, size in pairs)]
+    return [inputs.unflatten(1, (*options.lead, width)), *(t.unflatten(1, (batch, size)) for t, size in pairs)]
 
 
 def _opened(options: Options, x: Tensor, states: Params) -> list[Tensor]:
@@ -93,10 +104,10 @@ def _opened(options: Options, x: Tensor, states: Params) -> list[Tensor]:
     return [steps, *(s.transpose(0, 1).flatten(0, 1) for s in initial)]
 
 
-def _slots(options: Options, initial: Tensor) -> Tensor:
+def _slots(order: Order, initial: Tensor) -> Tensor:
     """Room for the states, the initial one in its place."""
-    slots = initial.new_empty(options.length + 1, *initial.shape)
-    options.first(slots).copy_(initial)
+    slots = initial.new_empty(order.length + 1, *initial.shape)
+    order.first(slots).copy_(initial)
     return slots
 
 
@@ -107,11 +118,11 @@ def _closed(n: int, out: Tensor, *finals: Tensor) -> Tensor:
 
 def _cotangents(options: Options, g: Tensor, slots: Tensor, *finals: int) -> list[Tensor]:
     """What came for the result of `_closed`, to be added to: slots like the state's, and (B N, H) each."""
-    n, batch, shape = len(g), options.batch, (options.length, options.batch, slots.shape[-1])
+    n, batch, shape = len(g), options.batch, (*options.lead, slots.shape[-1])
     out, *rest = g.split([prod(shape), *(batch * width for width in finals)], 1)
     d = torch.empty_like(slots)
-    options.first(d).zero_()
-    _samples(options.after(d), n).copy_(out.unflatten(1, shape))
+    options.order.first(d).zero_()
+    _samples(options.order.after(d), n).copy_(out.unflatten(1, shape))
     pairs = zip(rest, finals, strict=True)
     return [d, *(t.reshape(n, batch, width).transpose(0, 1).clone().flatten(0, 1) for t, width in pairs)]
 
@@ -146,7 +157,7 @@ def _gradients(
     g, gh = _positions(of_x, n), _positions(of_h, n)
     return gx, [
         Outer(inputs.flatten(1, 2), g) if want[0] else None,
-        Outer(_positions(options.before(h), n), gh) if want[1] else None,
+        Outer(_positions(options.order.before(h), n), gh) if want[1] else None,
         Dense(g.sum(1)) if want[2] else None,
         Dense(gh.sum(1)) if want[3] else None,
         *others,
@@ -160,16 +171,32 @@ def _gradients(
 def lstm_forward(
     options: Options, x: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any, b_hh: Any, w_hr: Any, h0: Any, c0: Any
 ) -> tuple[Tensor, Saved]:
+    order = options.order
     inputs, h0, c0 = _opened(options, x, (h0, c0))
-    h, c = _slots(options, h0), _slots(options, c0)
+    h, c = _slots(order, h0), _slots(order, c0)
     gates = F.linear(inputs, w_ih, _sum(b_ih, b_hh))  # (L, B N, 4 H)
-    update, squashed = torch.empty_like(options.after(c)), torch.empty_like(options.after(c))  # tanh's, of the cell too
+    update, squashed = _lstm_steps(gates, h, c, w_hh, w_hr, order.reverse)
+    n = len(x)
+    y = _closed(n, order.after(h), order.last(c))
+    return y, tuple(_samples(t, n) for t in (gates, h, c, update, squashed))
+
+
+@as_one_op(
+    "psgrad::lstm_steps(Tensor(a!) gates, Tensor(b!) h, Tensor(c!) c, Tensor w_hh, Tensor? w_hr, bool reverse)"
+    " -> (Tensor, Tensor)"
+)
+def _lstm_steps(
+    gates: Tensor, h: Tensor, c: Tensor, w_hh: Tensor, w_hr: Tensor | None, reverse: bool
+) -> tuple[Tensor, Tensor]:
+    """The gates, states and cells (slots) in place of what comes from the input; tanh of the update and of the cell."""
+    order = Order(reverse, len(gates))
+    update, squashed = torch.empty_like(order.after(c)), torch.empty_like(order.after(c))
     i, f, raw, o = (t.unbind() for t in gates.chunk(4, -1))
     gate, u, s, w = gates.unbind(), update.unbind(), squashed.unbind(), w_hh.mT
     h_before, h_after, c_before, c_after = (
-        t.unbind() for slots in (h, c) for t in (options.before(slots), options.after(slots))
+        t.unbind() for slots in (h, c) for t in (order.before(slots), order.after(slots))
     )
-    for t in options.steps:
+    for t in order.steps:
         gate[t].addmm_(h_before[t], w)
         u[t].copy_(raw[t]).tanh_()  # contiguous, in half the time
         gate[t].sigmoid_()  # one call for three gates, though it spoils `raw`
@@ -179,37 +206,60 @@ def lstm_forward(
             torch.mul(o[t], s[t], out=h_after[t])
         else:
             torch.mm(o[t] * s[t], w_hr.mT, out=h_after[t])
-    n = len(x)
-    y = _closed(n, options.after(h), options.last(c))
-    return y, tuple(_samples(t, n) for t in (gates, h, c, update, squashed))
+    return update, squashed
 
 
 def lstm_backward(options: Options, g: Tensor, x: Tensor, params: Params, saved: Saved, needs: Needs) -> Gradients:
-    """Every local derivative for all steps at once; then, step by step, times the cotangent of state or cell."""
+    order, n = options.order, len(x)
     _, w_hh, _, _, w_hr, *_ = params
     gates, h, c, u, squashed = map(_steps, saved)
     dh, dc = _cotangents(options, g, h, c.shape[-1])
+    d = _lstm_steps_back(dh, dc, gates, c, u, squashed, w_hh, w_hr, order.reverse)
+    projection = None
+    if needs.params[4]:
+        o = gates.chunk(4, -1)[3]
+        projection = Outer(_positions(o * squashed, n), _positions(order.after(dh), n))
+    return _gradients(options, x, h, params, needs, d, d, order.first(dh), dc, others=(projection,))
+
+
+@as_one_op(
+    "psgrad::lstm_steps_back(Tensor(a!) dh, Tensor(b!) dc, Tensor gates, Tensor c, Tensor u, Tensor squashed,"
+    " Tensor w_hh, Tensor? w_hr, bool reverse) -> Tensor"
+)
+def _lstm_steps_back(
+    dh: Tensor,
+    dc: Tensor,
+    gates: Tensor,
+    c: Tensor,
+    u: Tensor,
+    squashed: Tensor,
+    w_hh: Tensor,
+    w_hr: Tensor | None,
+    reverse: bool,
+) -> Tensor:
+    """The cotangent of the gates (L, B N, 4 H), those of states (slots) and cell in place of what came from behind.
+
+    Every local derivative for all steps at once; then, step by step, times the cotangent of state or cell.
+    """
+    order = Order(reverse, len(gates))
     i, f, _, o = gates.chunk(4, -1)
     d = torch.empty_like(gates)
     di, df, du, do = d.chunk(4, -1)
     _aten.sigmoid_backward(u, i, grad_input=di)
-    _aten.sigmoid_backward(options.before(c), f, grad_input=df)
+    _aten.sigmoid_backward(order.before(c), f, grad_input=df)
     _aten.tanh_backward(i, u, grad_input=du)
     _aten.sigmoid_backward(squashed, o, grad_input=do)
     local = _aten.tanh_backward(o, squashed).unbind()  # of the cell, from the output
     by_cell = d.unflatten(-1, (4, -1))[..., :3, :].unbind()  # i, f and u
     gate, forget, by_out = d.unbind(), f.unbind(), do.unbind()
-    before, after = options.before(dh).unbind(), options.after(dh).unbind()
-    for t in reversed(options.steps):
+    before, after = order.before(dh).unbind(), order.after(dh).unbind()
+    for t in reversed(order.steps):
         out = after[t] if w_hr is None else after[t] @ w_hr
         by_out[t].mul_(out)
         by_cell[t].mul_(dc.addcmul_(out, local[t])[:, None])
         dc.mul_(forget[t])
         before[t].addmm_(gate[t], w_hh)
-    projection = None
-    if needs.params[4]:
-        projection = Outer(_positions(o * squashed, len(x)), _positions(options.after(dh), len(x)))
-    return _gradients(options, x, h, params, needs, d, d, options.first(dh), dc, others=(projection,))
+    return d
 
 
 def _lstm_step(p: Tensor, h: Tensor, c: Tensor, w_hh: Tensor, b_hh: Any, w_hr: Any) -> list[Tensor]:
@@ -225,45 +275,68 @@ def _lstm_step(p: Tensor, h: Tensor, c: Tensor, w_hh: Tensor, b_hh: Any, w_hr: A
 def gru_forward(
     options: Options, x: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any, b_hh: Any, h0: Any
 ) -> tuple[Tensor, Saved]:
+    order = options.order
     inputs, h0 = _opened(options, x, (h0,))
-    h, size = _slots(options, h0), w_hh.shape[1]
+    h, size = _slots(order, h0), w_hh.shape[1]
     gates = F.linear(inputs, w_ih, b_ih)  # (L, B N, 3 H)
-    update, inner = torch.empty_like(options.after(h)), torch.zeros_like(options.after(h))  # inner: the state's part
+    inner = torch.zeros_like(order.after(h))  # the state's part of the update
     if b_hh is not None:
         gates[..., : 2 * size] += b_hh[: 2 * size]
         inner += b_hh[2 * size :]
+    update = _gru_steps(gates, h, inner, w_hh, order.reverse)
+    n = len(x)
+    return _closed(n, order.after(h)), tuple(_samples(t, n) for t in (gates, h, update, inner))
+
+
+@as_one_op("psgrad::gru_steps(Tensor(a!) gates, Tensor(b!) h, Tensor(c!) inner, Tensor w_hh, bool reverse) -> Tensor")
+def _gru_steps(gates: Tensor, h: Tensor, inner: Tensor, w_hh: Tensor, reverse: bool) -> Tensor:
+    """The update; gates, states (slots) and the state's part of the update in place of what comes from the input."""
+    order, size = Order(reverse, len(gates)), w_hh.shape[1]
+    update = torch.empty_like(inner)
     w_both, w_inner = w_hh[: 2 * size].mT, w_hh[2 * size :].mT
     both, part, u = gates[..., : 2 * size].unbind(), inner.unbind(), update.unbind()
     r, z, raw = (t.unbind() for t in gates.chunk(3, -1))
-    before, after = options.before(h).unbind(), options.after(h).unbind()
-    for t in options.steps:
+    before, after = order.before(h).unbind(), order.after(h).unbind()
+    for t in order.steps:
         both[t].addmm_(before[t], w_both).sigmoid_()
         part[t].addmm_(before[t], w_inner)
         torch.addcmul(raw[t], r[t], part[t], out=u[t]).tanh_()
         torch.lerp(u[t], before[t], z[t], out=after[t])
-    n = len(x)
-    return _closed(n, options.after(h)), tuple(_samples(t, n) for t in (gates, h, update, inner))
+    return update
 
 
 def gru_backward(options: Options, g: Tensor, x: Tensor, params: Params, saved: Saved, needs: Needs) -> Gradients:
-    """Every local derivative for all steps at once; then, step by step, times the cotangent of the state."""
-    w_hh = params[1]
     gates, h, u, inner = map(_steps, saved)
     (dh,) = _cotangents(options, g, h)
+    of_x, d = _gru_steps_back(dh, gates, h, u, inner, params[1], options.order.reverse)
+    return _gradients(options, x, h, params, needs, of_x, d, options.order.first(dh))
+
+
+@as_one_op(
+    "psgrad::gru_steps_back(Tensor(a!) dh, Tensor gates, Tensor h, Tensor u, Tensor inner, Tensor w_hh, bool reverse)"
+    " -> (Tensor, Tensor)"
+)
+def _gru_steps_back(
+    dh: Tensor, gates: Tensor, h: Tensor, u: Tensor, inner: Tensor, w_hh: Tensor, reverse: bool
+) -> tuple[Tensor, Tensor]:
+    """The cotangents of the input's and of the state's products (L, B N, 3 H); those of states (slots) in place.
+
+    Every local derivative for all steps at once; then, step by step, times the cotangent of the state.
+    """
+    order = Order(reverse, len(gates))
     r, z, _ = gates.chunk(3, -1)
     by_u = _aten.tanh_backward(1 - z, u)
     d = torch.empty_like(gates)  # of the state's products
     dr, dz, du = d.chunk(3, -1)
     _aten.sigmoid_backward(by_u * inner, r, grad_input=dr)
-    _aten.sigmoid_backward(options.before(h) - u, z, grad_input=dz)
+    _aten.sigmoid_backward(order.before(h) - u, z, grad_input=dz)
     torch.mul(by_u, r, out=du)
     gate, parts, kept = d.unbind(), d.unflatten(-1, (3, -1)).unbind(), z.unbind()
-    before, after = options.before(dh).unbind(), options.after(dh).unbind()
-    for t in reversed(options.steps):
+    before, after = order.before(dh).unbind(), order.after(dh).unbind()
+    for t in reversed(order.steps):
         parts[t].mul_(after[t][:, None])
         before[t].addcmul_(after[t], kept[t]).addmm_(gate[t], w_hh)
-    of_x = torch.cat([dr, dz, by_u.mul_(options.after(dh))], -1)
-    return _gradients(options, x, h, params, needs, of_x, d, options.first(dh))
+    return torch.cat([dr, dz, by_u.mul_(order.after(dh))], -1), d
 
 
 def _gru_step(p: Tensor, h: Tensor, w_hh: Tensor, b_hh: Any) -> list[Tensor]:
@@ -275,34 +348,49 @@ def _gru_step(p: Tensor, h: Tensor, w_hh: Tensor, b_hh: Any) -> list[Tensor]:
 # ---- rnn -----------------------------------------------------------------------------------------------
 
 
-def _rnn_forward(squash: Callable[[Tensor], Tensor]) -> Callable[..., tuple[Tensor, Saved]]:
+def _rnn_forward(relu: bool) -> Callable[..., tuple[Tensor, Saved]]:
     def forward(
         options: Options, x: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any, b_hh: Any, h0: Any
     ) -> tuple[Tensor, Saved]:
+        order = options.order
         inputs, h0 = _opened(options, x, (h0,))
-        h, w = _slots(options, h0), w_hh.mT
-        options.after(h).copy_(F.linear(inputs, w_ih, _sum(b_ih, b_hh)))
-        before, after = options.before(h).unbind(), options.after(h).unbind()
-        for t in options.steps:
-            squash(after[t].addmm_(before[t], w))
-        return _closed(len(x), options.after(h)), (_samples(h, len(x)),)
+        h = _slots(order, h0)
+        order.after(h).copy_(F.linear(inputs, w_ih, _sum(b_ih, b_hh)))
+        _rnn_steps(h, w_hh, relu, order.reverse)
+        return _closed(len(x), order.after(h)), (_samples(h, len(x)),)
 
     return forward
 
 
-def _rnn_backward(derivative: Callable[[Tensor], Tensor]) -> Callable[..., Gradients]:
+@as_one_op("psgrad::rnn_steps(Tensor(a!) h, Tensor w_hh, bool relu, bool reverse) -> ()")
+def _rnn_steps(h: Tensor, w_hh: Tensor, relu: bool, reverse: bool) -> None:
+    """The states (slots) in place of what comes from the input."""
+    order, squash, w = Order(reverse, len(h) - 1), torch.relu_ if relu else torch.tanh_, w_hh.mT
+    before, after = order.before(h).unbind(), order.after(h).unbind()
+    for t in order.steps:
+        squash(after[t].addmm_(before[t], w))
+
+
+def _rnn_backward(relu: bool) -> Callable[..., Gradients]:
     def backward(options: Options, g: Tensor, x: Tensor, params: Params, saved: Saved, needs: Needs) -> Gradients:
         h = _steps(saved[0])
         (dh,) = _cotangents(options, g, h)
-        local, before, after = (
-            t.unbind() for t in (derivative(options.after(h)), options.before(dh), options.after(dh))
-        )
-        for t in reversed(options.steps):
-            before[t].addmm_(after[t].mul_(local[t]), params[1])
-        d = options.after(dh)
-        return _gradients(options, x, h, params, needs, d, d, options.first(dh))
+        _rnn_steps_back(dh, h, params[1], relu, options.order.reverse)
+        d = options.order.after(dh)
+        return _gradients(options, x, h, params, needs, d, d, options.order.first(dh))
 
     return backward
+
+
+@as_one_op("psgrad::rnn_steps_back(Tensor(a!) dh, Tensor h, Tensor w_hh, bool relu, bool reverse) -> ()")
+def _rnn_steps_back(dh: Tensor, h: Tensor, w_hh: Tensor, relu: bool, reverse: bool) -> None:
+    """The cotangents of what is squashed in place of those of the states (slots)."""
+    order = Order(reverse, len(h) - 1)
+    states = order.after(h)
+    local = (~(states <= 0) if relu else 1 - states * states).unbind()
+    before, after = order.before(dh).unbind(), order.after(dh).unbind()
+    for t in reversed(order.steps):
+        before[t].addmm_(after[t].mul_(local[t]), w_hh)
 
 
 def _rnn_step(squash: Callable[[Tensor], Tensor]) -> Callable[..., list[Tensor]]:
@@ -319,8 +407,8 @@ def _plain(step: Callable[..., list[Tensor]], states: int) -> Callable[..., Tens
         w_ih, w_hh, b_ih, b_hh, *others = params[:-states]
         inputs, *state = _opened(options, x, params[-states:])
         projected = F.linear(inputs, w_ih, b_ih)
-        out: list[Any] = [None] * options.length
-        for t in options.steps:
+        out: list[Any] = [None] * options.order.length
+        for t in options.order.steps:
             state = step(projected[t], *state, w_hh, b_hh, *others)
             out[t] = state[0]
         return _closed(len(x), torch.stack(out), *state[1:])
@@ -336,7 +424,7 @@ def bind(x: Any, states: tuple[Any, ...], weights: tuple[Any, ...], reverse: boo
     if behind:
         x = torch.cat([t.flatten() for t in (x.wrapped if isinstance(x, Param) else x, *behind)])
     others = [None if mine else s for s, mine in zip(states, own, strict=True)]
-    options = Options(reverse, length, batch, width, tuple(s.shape[-1] for s in behind))
+    options = Options(Order(reverse, length), batch, width, tuple(s.shape[-1] for s in behind))
     return Call(x, (*weights, *others), options)
 
 
@@ -350,7 +438,8 @@ def _layer(name: str, plain: Callable[..., Tensor]) -> Layer:
         if has_torch_function((x, *states, *weights)):
             result: Tensor = handle_torch_function(layer, (x, *states, *weights), x, states, weights, reverse)
             return result
-        return plain(Options(reverse, *x.shape), x[None], *weights, *states)[0]
+        length, batch, width = x.shape
+        return plain(Options(Order(reverse, length), batch, width), x[None], *weights, *states)[0]
 
     layer.__name__ = layer.__qualname__ = name
     return layer
@@ -364,10 +453,6 @@ def _rule(name: str, forward: Any, backward: Any, step: Any, states: int, saves:
 
 LSTM = _rule("lstm", lstm_forward, lstm_backward, _lstm_step, states=2, saves=5)
 GRU = _rule("gru", gru_forward, gru_backward, _gru_step, states=1, saves=4)
-RNN_TANH = _rule(
-    "rnn_tanh", _rnn_forward(torch.tanh_), _rnn_backward(lambda h: 1 - h * h), _rnn_step(torch.tanh), states=1, saves=1
-)
-RNN_RELU = _rule(
-    "rnn_relu", _rnn_forward(torch.relu_), _rnn_backward(lambda h: ~(h <= 0)), _rnn_step(torch.relu), states=1, saves=1
-)
+RNN_TANH = _rule("rnn_tanh", _rnn_forward(False), _rnn_backward(False), _rnn_step(torch.tanh), states=1, saves=1)
+RNN_RELU = _rule("rnn_relu", _rnn_forward(True), _rnn_backward(True), _rnn_step(torch.relu), states=1, saves=1)
 RULES = (LSTM, GRU, RNN_TANH, RNN_RELU)
