@@ -1885,3 +1885,14 @@ def test_a_recurrent_layer_in_one_graph_with_a_step() -> None:
     (names,) = ops.graphs
     assert "aten.addmm.default" in names  # of all steps
     assert len([name for name in names if "addmm" in name]) < 5
+
+
+def test_graphs_of_others_have_no_ops_of_ours() -> None:
+    """They may be differentiated, or run where there is no psgrad."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    fn, params = psgrad.from_module(nn.LSTM(3, 4, batch_first=True).double(), lambda y, t: (y[0] * t).sum())
+    batch = torch.randn(N, 3, 3, dtype=D), torch.randn(N, 3, 4, dtype=D)
+    graph = make_fx(lambda params, batch: psgrad.per_sample_norms(fn, params, batch))(params, batch)
+    assert not [op for op in graphs.ops_of(graph) if "psgrad" in op]
+    torch.testing.assert_close(graph(params, batch), psgrad.per_sample_norms(fn, params, batch))

@@ -1,7 +1,7 @@
 """One recurrent layer in one direction: lstm, gru, rnn_tanh, rnn_relu.
 
 The input's projections are one product for all steps, the loops over time do what depends on the step
-before and no more, and each weight gets one factor over all steps. A loop is one op where ops are recorded.
+before and no more, and each weight gets one factor over all steps. A loop is one op in graphs of `psgrad.compile`.
 
 Inside a rule tensors are (L, B N, F): the steps in front, so that a step is contiguous, and the samples
 next to the features, so that (L B, N, F) is a view, which a factor takes transposed. States are slots
@@ -9,6 +9,7 @@ next to the features, so that (L B, N, F) is a view, which a factor takes transp
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from ..factors import assumptions
 from ..factors.base import Factor
 from ..factors.dense import Dense
 from ..factors.outer import Outer
@@ -28,6 +30,7 @@ Saved = tuple[Tensor, ...]
 Params = Sequence[Any]
 Gradients = tuple[Tensor | None, list[Factor | None]]
 _aten = torch.ops.aten
+_one_op = partial(as_one_op, when=assumptions.are_for_others)  # graphs that others trace are of torch's ops alone
 
 
 class Order(NamedTuple):
@@ -181,7 +184,7 @@ def lstm_forward(
     return y, tuple(_samples(t, n) for t in (gates, h, c, update, squashed))
 
 
-@as_one_op(
+@_one_op(
     "psgrad::lstm_steps(Tensor(a!) gates, Tensor(b!) h, Tensor(c!) c, Tensor w_hh, Tensor? w_hr, bool reverse)"
     " -> (Tensor, Tensor)"
 )
@@ -222,7 +225,7 @@ def lstm_backward(options: Options, g: Tensor, x: Tensor, params: Params, saved:
     return _gradients(options, x, h, params, needs, d, d, order.first(dh), dc, others=(projection,))
 
 
-@as_one_op(
+@_one_op(
     "psgrad::lstm_steps_back(Tensor(a!) dh, Tensor(b!) dc, Tensor gates, Tensor c, Tensor u, Tensor squashed,"
     " Tensor w_hh, Tensor? w_hr, bool reverse) -> Tensor"
 )
@@ -288,7 +291,7 @@ def gru_forward(
     return _closed(n, order.after(h)), tuple(_samples(t, n) for t in (gates, h, update, inner))
 
 
-@as_one_op("psgrad::gru_steps(Tensor(a!) gates, Tensor(b!) h, Tensor(c!) inner, Tensor w_hh, bool reverse) -> Tensor")
+@_one_op("psgrad::gru_steps(Tensor(a!) gates, Tensor(b!) h, Tensor(c!) inner, Tensor w_hh, bool reverse) -> Tensor")
 def _gru_steps(gates: Tensor, h: Tensor, inner: Tensor, w_hh: Tensor, reverse: bool) -> Tensor:
     """The update; gates, states (slots) and the state's part of the update in place of what comes from the input."""
     order, size = Order(reverse, len(gates)), w_hh.shape[1]
@@ -312,7 +315,7 @@ def gru_backward(options: Options, g: Tensor, x: Tensor, params: Params, saved: 
     return _gradients(options, x, h, params, needs, of_x, d, options.order.first(dh))
 
 
-@as_one_op(
+@_one_op(
     "psgrad::gru_steps_back(Tensor(a!) dh, Tensor gates, Tensor h, Tensor u, Tensor inner, Tensor w_hh, bool reverse)"
     " -> (Tensor, Tensor)"
 )
@@ -362,7 +365,7 @@ def _rnn_forward(relu: bool) -> Callable[..., tuple[Tensor, Saved]]:
     return forward
 
 
-@as_one_op("psgrad::rnn_steps(Tensor(a!) h, Tensor w_hh, bool relu, bool reverse) -> ()")
+@_one_op("psgrad::rnn_steps(Tensor(a!) h, Tensor w_hh, bool relu, bool reverse) -> ()")
 def _rnn_steps(h: Tensor, w_hh: Tensor, relu: bool, reverse: bool) -> None:
     """The states (slots) in place of what comes from the input."""
     order, squash, w = Order(reverse, len(h) - 1), torch.relu_ if relu else torch.tanh_, w_hh.mT
@@ -382,7 +385,7 @@ def _rnn_backward(relu: bool) -> Callable[..., Gradients]:
     return backward
 
 
-@as_one_op("psgrad::rnn_steps_back(Tensor(a!) dh, Tensor h, Tensor w_hh, bool relu, bool reverse) -> ()")
+@_one_op("psgrad::rnn_steps_back(Tensor(a!) dh, Tensor h, Tensor w_hh, bool relu, bool reverse) -> ()")
 def _rnn_steps_back(dh: Tensor, h: Tensor, w_hh: Tensor, relu: bool, reverse: bool) -> None:
     """The cotangents of what is squashed in place of those of the states (slots)."""
     order = Order(reverse, len(h) - 1)

@@ -8,8 +8,6 @@ import torch
 from torch._library.custom_ops import CustomOpDef
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
-from . import tracing
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 Overload = OpOverload  # torch.ops.aten.mul.Tensor
@@ -67,12 +65,12 @@ def mutates(func: Any) -> bool:
     return any(op._schema.is_mutable for op in _overloads(func))
 
 
-def as_one_op(schema: str) -> Callable[[F], F]:
-    """`function` as one op of a graph where ops are recorded: it runs as written whenever the graph does.
+def as_one_op(schema: str, when: Callable[[], bool]) -> Callable[[F], F]:
+    """`function` as one op `when` ops are recorded for a graph of ours: it runs as written whenever the graph does.
 
-    A loop over a thousand steps is then one node, and not ten thousand. The schema ("psgrad::name(...) -> ...") says
-    what is changed in place; what is returned has memory of its own. Sizes come from running it on tensors without
-    values.
+    A loop over a thousand steps is then one node, and not ten thousand. Nobody differentiates it. The schema
+    ("psgrad::name(...) -> ...") says what is changed in place; what is returned has memory of its own. Sizes come from
+    running it on tensors without values.
     """
 
     def registered(function: F) -> F:
@@ -84,7 +82,7 @@ def as_one_op(schema: str) -> Callable[[F], F]:
 
         @wraps(function)
         def called(*args: Any) -> Any:
-            return op(*args) if tracing.is_recorded() else function(*args)
+            return op(*args) if when() else function(*args)
 
         return called  # type: ignore[return-value]
 
