@@ -1,7 +1,7 @@
 """One recurrent layer in one direction: lstm, gru, rnn_tanh, rnn_relu.
 
 The input's projections are one product for all steps, the loops over time do what depends on the step
-before and no more, and each weight gets one factor over all steps. A loop is one op in graphs of `psgrad.compile`.
+before and no more, and each weight gets one factor over all steps. The loops are in `steps`.
 
 Inside a rule tensors are (L, B N, F): the steps in front, so that a step is contiguous, and the samples
 next to the features, so that (L B, N, F) is a view, which a factor takes transposed. States are slots
@@ -9,7 +9,6 @@ next to the features, so that (L B, N, F) is a view, which a factor takes transp
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -18,43 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ..factors import assumptions
 from ..factors.base import Factor
 from ..factors.dense import Dense
 from ..factors.outer import Outer
 from ..registry.rule import Call, Needs, Param, Rule
 from ..torch_ import levels
-from ..torch_.operators import as_one_op
+from . import steps
+from .steps import Order
 
 Saved = tuple[Tensor, ...]
 Params = Sequence[Any]
 Gradients = tuple[Tensor | None, list[Factor | None]]
-_aten = torch.ops.aten
-_one_op = partial(as_one_op, when=assumptions.are_for_others)  # graphs that others trace are of torch's ops alone
-
-
-class Order(NamedTuple):
-    """In which direction, and how many steps."""
-
-    reverse: bool
-    length: int
-
-    @property
-    def steps(self) -> range:
-        return range(self.length)[::-1] if self.reverse else range(self.length)
-
-    def before(self, slots: Tensor) -> Tensor:
-        """The state before each step."""
-        return slots[1:] if self.reverse else slots[:-1]
-
-    def after(self, slots: Tensor) -> Tensor:
-        return slots[:-1] if self.reverse else slots[1:]
-
-    def first(self, slots: Tensor) -> Tensor:
-        return slots[-1 if self.reverse else 0]
-
-    def last(self, slots: Tensor) -> Tensor:
-        return slots[0 if self.reverse else -1]
 
 
 class Options(NamedTuple):
@@ -178,38 +151,10 @@ def lstm_forward(
     inputs, h0, c0 = _opened(options, x, (h0, c0))
     h, c = _slots(order, h0), _slots(order, c0)
     gates = F.linear(inputs, w_ih, _sum(b_ih, b_hh))  # (L, B N, 4 H)
-    update, squashed = _lstm_steps(gates, h, c, w_hh, w_hr, order.reverse)
+    update, squashed = steps.lstm(gates, h, c, w_hh, w_hr, order.reverse)
     n = len(x)
     y = _closed(n, order.after(h), order.last(c))
     return y, tuple(_samples(t, n) for t in (gates, h, c, update, squashed))
-
-
-@_one_op(
-    "psgrad::lstm_steps(Tensor(a!) gates, Tensor(b!) h, Tensor(c!) c, Tensor w_hh, Tensor? w_hr, bool reverse)"
-    " -> (Tensor, Tensor)"
-)
-def _lstm_steps(
-    gates: Tensor, h: Tensor, c: Tensor, w_hh: Tensor, w_hr: Tensor | None, reverse: bool
-) -> tuple[Tensor, Tensor]:
-    """The gates, states and cells (slots) in place of what comes from the input; tanh of the update and of the cell."""
-    order = Order(reverse, len(gates))
-    update, squashed = torch.empty_like(order.after(c)), torch.empty_like(order.after(c))
-    i, f, raw, o = (t.unbind() for t in gates.chunk(4, -1))
-    gate, u, s, w = gates.unbind(), update.unbind(), squashed.unbind(), w_hh.mT
-    h_before, h_after, c_before, c_after = (
-        t.unbind() for slots in (h, c) for t in (order.before(slots), order.after(slots))
-    )
-    for t in order.steps:
-        gate[t].addmm_(h_before[t], w)
-        u[t].copy_(raw[t]).tanh_()  # contiguous, in half the time
-        gate[t].sigmoid_()  # one call for three gates, though it spoils `raw`
-        torch.mul(f[t], c_before[t], out=c_after[t]).addcmul_(i[t], u[t])
-        torch.tanh(c_after[t], out=s[t])
-        if w_hr is None:
-            torch.mul(o[t], s[t], out=h_after[t])
-        else:
-            torch.mm(o[t] * s[t], w_hr.mT, out=h_after[t])
-    return update, squashed
 
 
 def lstm_backward(options: Options, g: Tensor, x: Tensor, params: Params, saved: Saved, needs: Needs) -> Gradients:
@@ -217,52 +162,12 @@ def lstm_backward(options: Options, g: Tensor, x: Tensor, params: Params, saved:
     _, w_hh, _, _, w_hr, *_ = params
     gates, h, c, u, squashed = map(_steps, saved)
     dh, dc = _cotangents(options, g, h, c.shape[-1])
-    d = _lstm_steps_back(dh, dc, gates, c, u, squashed, w_hh, w_hr, order.reverse)
+    d = steps.lstm_back(dh, dc, gates, c, u, squashed, w_hh, w_hr, order.reverse)
     projection = None
     if needs.params[4]:
         o = gates.chunk(4, -1)[3]
         projection = Outer(_positions(o * squashed, n), _positions(order.after(dh), n))
     return _gradients(options, x, h, params, needs, d, d, order.first(dh), dc, others=(projection,))
-
-
-@_one_op(
-    "psgrad::lstm_steps_back(Tensor(a!) dh, Tensor(b!) dc, Tensor gates, Tensor c, Tensor u, Tensor squashed,"
-    " Tensor w_hh, Tensor? w_hr, bool reverse) -> Tensor"
-)
-def _lstm_steps_back(
-    dh: Tensor,
-    dc: Tensor,
-    gates: Tensor,
-    c: Tensor,
-    u: Tensor,
-    squashed: Tensor,
-    w_hh: Tensor,
-    w_hr: Tensor | None,
-    reverse: bool,
-) -> Tensor:
-    """The cotangent of the gates (L, B N, 4 H), those of states (slots) and cell in place of what came from behind.
-
-    Every local derivative for all steps at once; then, step by step, times the cotangent of state or cell.
-    """
-    order = Order(reverse, len(gates))
-    i, f, _, o = gates.chunk(4, -1)
-    d = torch.empty_like(gates)
-    di, df, du, do = d.chunk(4, -1)
-    _aten.sigmoid_backward(u, i, grad_input=di)
-    _aten.sigmoid_backward(order.before(c), f, grad_input=df)
-    _aten.tanh_backward(i, u, grad_input=du)
-    _aten.sigmoid_backward(squashed, o, grad_input=do)
-    local = _aten.tanh_backward(o, squashed).unbind()  # of the cell, from the output
-    by_cell = d.unflatten(-1, (4, -1))[..., :3, :].unbind()  # i, f and u
-    gate, forget, by_out = d.unbind(), f.unbind(), do.unbind()
-    before, after = order.before(dh).unbind(), order.after(dh).unbind()
-    for t in reversed(order.steps):
-        out = after[t] if w_hr is None else after[t] @ w_hr
-        by_out[t].mul_(out)
-        by_cell[t].mul_(dc.addcmul_(out, local[t])[:, None])
-        dc.mul_(forget[t])
-        before[t].addmm_(gate[t], w_hh)
-    return d
 
 
 def _lstm_step(p: Tensor, h: Tensor, c: Tensor, w_hh: Tensor, b_hh: Any, w_hr: Any) -> list[Tensor]:
@@ -286,60 +191,16 @@ def gru_forward(
     if b_hh is not None:
         gates[..., : 2 * size] += b_hh[: 2 * size]
         inner += b_hh[2 * size :]
-    update = _gru_steps(gates, h, inner, w_hh, order.reverse)
+    update = steps.gru(gates, h, inner, w_hh, order.reverse)
     n = len(x)
     return _closed(n, order.after(h)), tuple(_samples(t, n) for t in (gates, h, update, inner))
-
-
-@_one_op("psgrad::gru_steps(Tensor(a!) gates, Tensor(b!) h, Tensor(c!) inner, Tensor w_hh, bool reverse) -> Tensor")
-def _gru_steps(gates: Tensor, h: Tensor, inner: Tensor, w_hh: Tensor, reverse: bool) -> Tensor:
-    """The update; gates, states (slots) and the state's part of the update in place of what comes from the input."""
-    order, size = Order(reverse, len(gates)), w_hh.shape[1]
-    update = torch.empty_like(inner)
-    w_both, w_inner = w_hh[: 2 * size].mT, w_hh[2 * size :].mT
-    both, part, u = gates[..., : 2 * size].unbind(), inner.unbind(), update.unbind()
-    r, z, raw = (t.unbind() for t in gates.chunk(3, -1))
-    before, after = order.before(h).unbind(), order.after(h).unbind()
-    for t in order.steps:
-        both[t].addmm_(before[t], w_both).sigmoid_()
-        part[t].addmm_(before[t], w_inner)
-        torch.addcmul(raw[t], r[t], part[t], out=u[t]).tanh_()
-        torch.lerp(u[t], before[t], z[t], out=after[t])
-    return update
 
 
 def gru_backward(options: Options, g: Tensor, x: Tensor, params: Params, saved: Saved, needs: Needs) -> Gradients:
     gates, h, u, inner = map(_steps, saved)
     (dh,) = _cotangents(options, g, h)
-    of_x, d = _gru_steps_back(dh, gates, h, u, inner, params[1], options.order.reverse)
+    of_x, d = steps.gru_back(dh, gates, h, u, inner, params[1], options.order.reverse)
     return _gradients(options, x, h, params, needs, of_x, d, options.order.first(dh))
-
-
-@_one_op(
-    "psgrad::gru_steps_back(Tensor(a!) dh, Tensor gates, Tensor h, Tensor u, Tensor inner, Tensor w_hh, bool reverse)"
-    " -> (Tensor, Tensor)"
-)
-def _gru_steps_back(
-    dh: Tensor, gates: Tensor, h: Tensor, u: Tensor, inner: Tensor, w_hh: Tensor, reverse: bool
-) -> tuple[Tensor, Tensor]:
-    """The cotangents of the input's and of the state's products (L, B N, 3 H); those of states (slots) in place.
-
-    Every local derivative for all steps at once; then, step by step, times the cotangent of the state.
-    """
-    order = Order(reverse, len(gates))
-    r, z, _ = gates.chunk(3, -1)
-    by_u = _aten.tanh_backward(1 - z, u)
-    d = torch.empty_like(gates)  # of the state's products
-    dr, dz, du = d.chunk(3, -1)
-    _aten.sigmoid_backward(by_u * inner, r, grad_input=dr)
-    _aten.sigmoid_backward(order.before(h) - u, z, grad_input=dz)
-    torch.mul(by_u, r, out=du)
-    gate, parts, kept = d.unbind(), d.unflatten(-1, (3, -1)).unbind(), z.unbind()
-    before, after = order.before(dh).unbind(), order.after(dh).unbind()
-    for t in reversed(order.steps):
-        parts[t].mul_(after[t][:, None])
-        before[t].addcmul_(after[t], kept[t]).addmm_(gate[t], w_hh)
-    return torch.cat([dr, dz, by_u.mul_(order.after(dh))], -1), d
 
 
 def _gru_step(p: Tensor, h: Tensor, w_hh: Tensor, b_hh: Any) -> list[Tensor]:
@@ -359,41 +220,21 @@ def _rnn_forward(relu: bool) -> Callable[..., tuple[Tensor, Saved]]:
         inputs, h0 = _opened(options, x, (h0,))
         h = _slots(order, h0)
         order.after(h).copy_(F.linear(inputs, w_ih, _sum(b_ih, b_hh)))
-        _rnn_steps(h, w_hh, relu, order.reverse)
+        steps.rnn(h, w_hh, relu, order.reverse)
         return _closed(len(x), order.after(h)), (_samples(h, len(x)),)
 
     return forward
-
-
-@_one_op("psgrad::rnn_steps(Tensor(a!) h, Tensor w_hh, bool relu, bool reverse) -> ()")
-def _rnn_steps(h: Tensor, w_hh: Tensor, relu: bool, reverse: bool) -> None:
-    """The states (slots) in place of what comes from the input."""
-    order, squash, w = Order(reverse, len(h) - 1), torch.relu_ if relu else torch.tanh_, w_hh.mT
-    before, after = order.before(h).unbind(), order.after(h).unbind()
-    for t in order.steps:
-        squash(after[t].addmm_(before[t], w))
 
 
 def _rnn_backward(relu: bool) -> Callable[..., Gradients]:
     def backward(options: Options, g: Tensor, x: Tensor, params: Params, saved: Saved, needs: Needs) -> Gradients:
         h = _steps(saved[0])
         (dh,) = _cotangents(options, g, h)
-        _rnn_steps_back(dh, h, params[1], relu, options.order.reverse)
+        steps.rnn_back(dh, h, params[1], relu, options.order.reverse)
         d = options.order.after(dh)
         return _gradients(options, x, h, params, needs, d, d, options.order.first(dh))
 
     return backward
-
-
-@_one_op("psgrad::rnn_steps_back(Tensor(a!) dh, Tensor h, Tensor w_hh, bool relu, bool reverse) -> ()")
-def _rnn_steps_back(dh: Tensor, h: Tensor, w_hh: Tensor, relu: bool, reverse: bool) -> None:
-    """The cotangents of what is squashed in place of those of the states (slots)."""
-    order = Order(reverse, len(h) - 1)
-    states = order.after(h)
-    local = (~(states <= 0) if relu else 1 - states * states).unbind()
-    before, after = order.before(dh).unbind(), order.after(dh).unbind()
-    for t in reversed(order.steps):
-        before[t].addmm_(after[t].mul_(local[t]), w_hh)
 
 
 def _rnn_step(squash: Callable[[Tensor], Tensor]) -> Callable[..., list[Tensor]]:
