@@ -138,7 +138,17 @@ def transposed_backward(
     if needs.x:
         mask = [True, False, False]
         gx = torch.ops.aten.convolution_backward(
-            g.flatten(0, 1), _unread(x.flatten(0, 1)), weight, None, stride, padding, dilation, True, extra, groups, mask
+            g.flatten(0, 1),
+            _unread(x.flatten(0, 1)),
+            weight,
+            None,
+            stride,
+            padding,
+            dilation,
+            True,
+            extra,
+            groups,
+            mask,
         )[0].unflatten(0, x.shape[:2])
     factors: list[Factor | None] = [None, None]
     if needs.params[0]:
