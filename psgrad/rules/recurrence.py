@@ -20,6 +20,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from ..factors.base import Factor
 from ..factors.dense import Dense
 from ..factors.outer import Outer
+from ..factors.products import linear, product
 from ..registry.rule import Call, Needs, Param, Rule
 from ..torch_ import levels
 from . import steps
@@ -126,7 +127,7 @@ def _gradients(
     states = [_samples(t[None], n)[:, 0] for t in of_states]  # (N, B, H)
     gx = None
     if needs.x:
-        gx = _samples(torch.matmul(of_x, params[0]), n)
+        gx = _samples(product(of_x, params[0]), n)
         if options.states:
             own = [t for t, p in zip(states, params[-len(states) :], strict=True) if p is None]
             gx = torch.cat([t.flatten(1) for t in (gx, *own)], 1)
@@ -150,7 +151,7 @@ def lstm_forward(
     order = options.order
     inputs, h0, c0 = _opened(options, x, (h0, c0))
     h, c = _slots(order, h0), _slots(order, c0)
-    gates = F.linear(inputs, w_ih, _sum(b_ih, b_hh))  # (L, B N, 4 H)
+    gates = linear(inputs, w_ih, _sum(b_ih, b_hh))  # (L, B N, 4 H)
     update, squashed = steps.lstm(gates, h, c, w_hh, w_hr, order.reverse)
     n = len(x)
     y = _closed(n, order.after(h), order.last(c))
@@ -186,7 +187,7 @@ def gru_forward(
     order = options.order
     inputs, h0 = _opened(options, x, (h0,))
     h, size = _slots(order, h0), w_hh.shape[1]
-    gates = F.linear(inputs, w_ih, b_ih)  # (L, B N, 3 H)
+    gates = linear(inputs, w_ih, b_ih)  # (L, B N, 3 H)
     inner = torch.zeros_like(order.after(h))  # the state's part of the update
     if b_hh is not None:
         gates[..., : 2 * size] += b_hh[: 2 * size]
@@ -219,7 +220,7 @@ def _rnn_forward(relu: bool) -> Callable[..., tuple[Tensor, Saved]]:
         order = options.order
         inputs, h0 = _opened(options, x, (h0,))
         h = _slots(order, h0)
-        order.after(h).copy_(F.linear(inputs, w_ih, _sum(b_ih, b_hh)))
+        order.after(h).copy_(linear(inputs, w_ih, _sum(b_ih, b_hh)))
         steps.rnn(h, w_hh, relu, order.reverse)
         return _closed(len(x), order.after(h)), (_samples(h, len(x)),)
 
