@@ -26,7 +26,7 @@ from psgrad.compilation import recording
 from psgrad.compilation.recording import Recording
 from psgrad.compilation.sizes import padded_size
 from psgrad.compilation.surroundings import Surroundings
-from psgrad.factors import conv_costs
+from psgrad.factors import conv_costs, warm_memory
 from psgrad.torch_ import graphs
 
 from .cases import CASES, Case, N
@@ -1728,3 +1728,171 @@ def test_a_tensor_in_a_list_in_one_graph() -> None:
     for change in (lambda: None, lambda: held[0].mul_(3), lambda: held.__setitem__(0, torch.tensor(5.0, dtype=D))):
         change()
         torch.testing.assert_close(compiled(w, x), function(w, x))
+
+
+def test_what_comes_and_goes_in_compiled_code_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of ours are for what is returned, and for what is too large for malloc to keep."""
+    if not has_compiler():
+        pytest.skip("no C++ compiler")
+    lent, empty = list[int](), warm_memory.empty
+    monkeypatch.setattr(warm_memory, "empty", lambda shape, like: (lent.append(shape[0]), empty(shape, like))[1])
+    w, x = torch.randn(300, 300), torch.randn(4, 1000, 300)  # the outputs are 4.8 MB, four gradients 1.4 MB
+    fn = lambda w, x: (x @ w).tanh().square().sum()
+    for quantity, held in ((psgrad.per_sample_norms, []), (psgrad.per_sample_grads, [4 * 300 * 300])):
+        step = psgrad.compile(quantity, fn, backend="inductor")
+        step(w, x)
+        for scale in (1, 2):
+            lent.clear()
+            torch.testing.assert_close(step(w, scale * x), quantity(fn, w, scale * x))
+            assert [n for n in lent if n * 4 >= warm_memory.LEAST][: len(held)] == held
+        assert step.cache_info()[:2] == (3, 0)
+
+
+CONVOLUTIONS: dict[str, Callable[[], nn.Module]] = {
+    "conv1d": lambda: nn.Conv1d(2, 4, 3, padding=1),
+    "conv2d": lambda: nn.Conv2d(2, 4, 3, stride=2, groups=2),
+    "conv2d-dilated": lambda: nn.Conv2d(2, 3, 3, dilation=2),
+    "conv3d": lambda: nn.Conv3d(2, 3, 3, padding=1),
+    "conv_transpose2d": lambda: nn.ConvTranspose2d(2, 3, 3, stride=2),
+    "conv_transpose3d": lambda: nn.ConvTranspose3d(2, 3, 2),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, D, torch.bfloat16])
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_input_gradients_of_convolutions_read_no_input(name: str, dtype: torch.dtype) -> None:
+    """Graphs give them memory that nobody has written to: here NaN, as deterministic algorithms fill it."""
+    torch.manual_seed(0)
+    model = CONVOLUTIONS[name]().to(dtype)
+    fn, params = psgrad.from_module(model, lambda y, _: y.square().sum())
+    params["scale"] = torch.ones((), dtype=dtype)  # so that the input has a gradient
+    scaled = lambda p, x: fn({k: v for k, v in p.items() if k != "scale"}, (x.tanh() * p["scale"], x))
+    sizes = (6,) * int(name[name.index("d") - 1])
+    options = {"max_bytes": "1GB"}  # no call is left to ordinary autograd
+    step = psgrad.compile(psgrad.per_sample_grads, scaled, backend="replay", **options)
+    try:
+        torch.use_deterministic_algorithms(True)
+        for _ in range(2):
+            x = torch.randn(N, 2, *sizes, dtype=dtype)
+            found = step(params, x)
+            assert_same(found, psgrad.per_sample_grads(scaled, params, x, **options))
+            assert found["scale"].isfinite().all()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert step.cache_info()[:2] == (2, 0)
+    assert "aten.empty_like.default" in [op for graph in recordings(step) for op in graph.ops]
+
+
+# ---- recurrent layers ------------------------------------------------------------------------------------
+
+
+def _loops(step: psgrad.Compiled) -> list[str]:
+    """The ops of a graph that are loops over time."""
+    (graph,) = recordings(step)
+    assert "aten.addmm_.default" not in graph.ops  # a step's product
+    return [op for op in graph.ops if op.startswith("psgrad.")]
+
+
+RECURRENT: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "lstm": (lambda: nn.LSTM(3, 4, 2, batch_first=True), "lstm"),
+    "lstm-both-ways": (lambda: nn.LSTM(3, 4, bidirectional=True, batch_first=True), "lstm"),
+    "lstm-projections": (lambda: nn.LSTM(3, 4, 2, proj_size=2, batch_first=True), "lstm"),
+    "gru": (lambda: nn.GRU(3, 4, 2, batch_first=True), "gru"),
+    "rnn": (lambda: nn.RNN(3, 4, 2, batch_first=True), "rnn"),
+    "rnn-relu": (lambda: nn.RNN(3, 4, 2, nonlinearity="relu", batch_first=True), "rnn"),
+    "dropout": (lambda: nn.LSTM(3, 4, 2, dropout=0.5, batch_first=True), "lstm"),
+}
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("quantity", QUANTITIES)
+def test_a_recurrent_layer_is_one_op_each_way(name: str, quantity: str) -> None:
+    """However many steps there are, with the answers of the eager call."""
+    make, kind = RECURRENT[name]
+    torch.manual_seed(0)
+    fn, params = psgrad.from_module(make().double(), lambda y, target: (y[0].mean(-1) * target).sum())
+    function, options = QUANTITIES[quantity]
+    step = psgrad.compile(function, fn, backend="replay", **options)
+    for seed in range(2):
+        batch = torch.randn(N, 30, 3, dtype=D), torch.randn(N, 30, dtype=D)
+        torch.manual_seed(seed)
+        found = step(params, batch)
+        torch.manual_seed(seed)
+        assert_same(found, function(fn, params, batch, **options))
+    assert step.cache_info()[:3] == (2, 0, 1)
+    assert _loops(step) == [f"psgrad.{kind}_steps.default"] * 2 + [f"psgrad.{kind}_steps_back.default"] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("lower", [False, True])
+def test_recurrent_layers_of_other_dtypes(dtype: torch.dtype, lower: bool) -> None:
+    torch.manual_seed(0)
+    fn, params = psgrad.from_module(nn.LSTM(3, 4, batch_first=True).to(dtype), lambda y, t: (y[0] * t).sum())
+    step = compiled_norms(fn)
+    with torch.autocast("cpu", torch.bfloat16, enabled=lower):
+        for _ in range(2):
+            check(step, params, (torch.randn(N, 9, 3).to(dtype), torch.randn(N, 9, 4).to(dtype)))
+    assert len(_loops(step)) == 2
+
+
+def test_packed_sequences_in_one_graph() -> None:
+    """By their lengths, which the graph takes for granted: with others there is another."""
+    lengths, layer = torch.tensor([5, 5, 2]), nn.GRU(3, 4, bidirectional=True).double()
+
+    def fn(params: Any, x: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths)
+        return torch.func.functional_call(layer, params, (packed,))[0].data.square().sum()
+
+    step, params = compiled_norms(fn), {name: p.detach() for name, p in layer.named_parameters()}
+    for given, hits in (([5, 5, 2], 1), ([5, 5, 2], 2), ([5, 3, 2], 2), ([5, 3, 2], 2), ([5, 3, 2], 3), ([5, 5, 2], 4)):
+        lengths.copy_(torch.tensor(given))
+        check(step, params, torch.randn(N, 5, 3, 3, dtype=D))
+        assert step.cache_info().hits == hits
+    assert {op for graph in recordings(step) for op in graph.ops if op.startswith("psgrad.")} == {
+        "psgrad.gru_steps.default",
+        "psgrad.gru_steps_back.default",
+    }
+
+
+@pytest.mark.parametrize("name", ["lstm", "lstm-projections", "gru", "rnn"])
+def test_recurrent_layers_by_the_compiler(name: str) -> None:
+    """Around the loops as well, by kernels called from C++ or from Python."""
+    if not has_compiler():
+        pytest.skip("no C++ compiler")
+    torch.manual_seed(0)
+    fn, params = psgrad.from_module(RECURRENT[name][0]().double(), lambda y, target: (y[0].mean(-1) * target).sum())
+    for n in (N, 64) if name == "lstm" else (N,):
+        step = psgrad.compile(psgrad.clipped_grad, fn, backend="inductor", max_norm=0.5)
+        for _ in range(2):
+            check(step, params, (torch.randn(n, 70, 3, dtype=D), torch.randn(n, 70, dtype=D)))
+        assert step.cache_info()[:4] == (2, 0, 1, ("inductor",))
+        assert len(_loops(step)) == 4
+
+
+def test_a_recurrent_layer_in_one_graph_with_a_step() -> None:
+    torch.manual_seed(0)
+    params, zeros = {k: p.detach() for k, p in nn.LSTM(3, 4).double().named_parameters()}, torch.zeros(1, 1, 4, dtype=D)
+
+    def fn(params: Any, s: Any) -> Tensor:  # dynamo takes no modules with recurrent layers
+        found = torch.lstm(s[0][:, None], (zeros, zeros), [*params.values()], True, 1, 0.0, False, False, False)
+        return (found[0][:, 0] * s[1]).sum()
+
+    made, ops = psgrad.compile(psgrad.clipped_grad, fn, max_norm=0.3), Ops()
+    compiled = in_one_graph(lambda params, x, t: made(params, (x, t)), ops)
+    for _ in range(2):
+        batch = torch.randn(N, 30, 3, dtype=D), torch.randn(N, 30, 4, dtype=D)
+        assert_same(compiled(params, *batch), psgrad.clipped_grad(fn, params, batch, 0.3))
+    (names,) = ops.graphs
+    assert "aten.addmm.default" in names  # of all steps
+    assert len([name for name in names if "addmm" in name]) < 5
+
+
+def test_graphs_of_others_have_no_ops_of_ours() -> None:
+    """They may be differentiated, or run where there is no psgrad."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    fn, params = psgrad.from_module(nn.LSTM(3, 4, batch_first=True).double(), lambda y, t: (y[0] * t).sum())
+    batch = torch.randn(N, 3, 3, dtype=D), torch.randn(N, 3, 4, dtype=D)
+    graph = make_fx(lambda params, batch: psgrad.per_sample_norms(fn, params, batch))(params, batch)
+    assert not [op for op in graphs.ops_of(graph) if "psgrad" in op]
+    torch.testing.assert_close(graph(params, batch), psgrad.per_sample_norms(fn, params, batch))

@@ -172,9 +172,10 @@ def _ready(
     runners: dict[str, graphs.Runner] = {}
     if backend != "replay" and can_compile:
         warm = not is_bounded and graphs.largest(graph) >= warm_memory.LEAST
+        memory = warm_memory.Returned()
         with full_precision(), torch.inference_mode(False), torch.no_grad():
-            compiled = graphs.compile_graph(graph, tensors, warm_memory.empty_strided if warm else None)
-        runners["inductor"] = _in_warm_memory(compiled) if warm else compiled
+            compiled = graphs.compile_graph(graph, tensors, memory.empty_strided if warm else None)
+        runners["inductor"] = (lambda *given: memory.run(compiled, given)) if warm else compiled
     if backend != "inductor" or not can_compile:
         runners["replay"] = graphs.replay(graph)
     if backend != "auto":
@@ -187,16 +188,6 @@ def _ready(
         if seconds["eager"] < seconds[best]:
             return runners[best], "eager"
     return runners[best], best
-
-
-def _in_warm_memory(runner: graphs.Runner) -> graphs.Runner:
-    """A graph whose large tensors are in memory that we keep."""
-
-    def run(*tensors: Tensor) -> Sequence[Tensor]:
-        warm_memory.begin(bounded=False)
-        return runner(*tensors)
-
-    return run
 
 
 def _least_seconds(contenders: Mapping[str, Callable[[], Any]], draws: Any, device: torch.device) -> dict[str, float]:

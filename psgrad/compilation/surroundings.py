@@ -13,7 +13,7 @@ import sys
 import threading
 import types
 from array import array
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter, eq, is_
 from typing import Any
@@ -24,6 +24,7 @@ from torch import Tensor
 from ..torch_.modules import FLAT_WEIGHTS, HOOKS_OF_ALL_MODULES
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_DICTS = (dict, OrderedDict, types.MappingProxyType)  # whose truth is whether there is anything in them
 _STOPS = (*_PLAIN, Tensor)  # nothing to be found inside
 _LIBRARIES = (
     "torch",
@@ -76,6 +77,8 @@ class Surroundings:
         self._others: deque[Any] = deque()
         self._look(fn)
         self._look_everywhere()
+        self.empty = [each for each in self.sized if type(each) in _DICTS and not each]  # most of a module's, of hooks
+        self.sized = [each for each in self.sized if type(each) not in _DICTS or each]
         self.sizes = list(map(len, self.sized))
 
     def are_same(self) -> bool:
@@ -89,9 +92,10 @@ class Surroundings:
         return (
             all(map(is_, map(dict.get, self.dicts, self.keys), self.items))
             and all(map(is_, map(_contents, self.cells), self.contents))
-            and all(map(is_, map(_member, self.classes, self.members), self.values))
-            and all(map(is_, map(_attribute, self.objects, self.names), self.attributes))
+            and not any(self.empty)
             and list(map(len, self.sized)) == self.sizes
+            and not (self.classes and not all(map(is_, map(_member, self.classes, self.members), self.values)))
+            and not (self.objects and not all(map(is_, map(_attribute, self.objects, self.names), self.attributes)))
             and not (self.vacant and any(map(_has_contents, self.vacant)))
             and not (self.lists and self._changed_list())
             and all(map(eq, self.sets, self.elements))
@@ -118,7 +122,7 @@ class Surroundings:
             if not _is_same(now := _attribute(home, name), before):
                 return f"{name!r} of {getattr(home, '__name__', type(home).__name__)}"
             self.attributes[i] = now
-        if list(map(len, self.sized)) != self.sizes:
+        if any(self.empty) or list(map(len, self.sized)) != self.sizes:
             return "a dict, a module or a class that has grown or shrunk"
         if self._thawed() or not all(map(eq, self.sets, self.elements)):
             return "a set or an array"

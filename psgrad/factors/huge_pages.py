@@ -18,7 +18,7 @@ from torch import Tensor
 from ..torch_.levels import current_level
 from ..torch_.tracing import dispatch_modes
 
-_LARGE = 32 << 20  # up to this malloc keeps what is freed: 16 MB took 0.9 ms, on huge pages 1.3; 64 MB 25 ms and 5.6
+LARGE = 32 << 20  # up to this malloc keeps what is freed: 16 MB took 0.9 ms, on huge pages 1.3; 64 MB 25 ms and 5.6
 _PLAIN = (Tensor, torch.nn.Parameter)  # not fake tensors
 _HUGE_PAGES = all(hasattr(mmap, name) for name in ("MADV_HUGEPAGE", "MAP_PRIVATE", "MAP_ANONYMOUS"))
 
@@ -36,7 +36,7 @@ def can_map(like: Tensor) -> bool:
 
 def is_large(shape: Sequence[int], like: Tensor) -> bool:
     """Whether `empty` takes huge pages for this."""
-    return prod(shape) * like.element_size() > _LARGE and can_map(like)
+    return prod(shape) * like.element_size() > LARGE and can_map(like)
 
 
 def empty(shape: Sequence[int], like: Tensor) -> Tensor:

@@ -213,6 +213,44 @@ def empty_strided(shape: Sequence[int], strides: Sequence[int], dtype: torch.dty
     return graphs.reinterpreted(empty((numbers,), _like(dtype)), shape, strides)
 
 
+class Returned(threading.local):
+    """The memory of what one piece of compiled code writes: what it returns is in blocks of ours.
+
+    What comes and goes inside a call is malloc's, which gives one block to tensors of many sizes. Kept, they would all
+    be held from call to call, a third as much again as the batch gradient takes. Compiled code asks for the same
+    tensors in the same order whenever it runs, so its first run tells which are returned. Were that wrong, memory would
+    be the slower, and no number another.
+    """
+
+    def __init__(self) -> None:
+        self.asked = 0  # in this run, of large tensors
+        self.returned: set[int] | None = None  # which of these are; None: nobody knows yet
+        self.places: dict[int, int] = {}  # whose each address was last
+
+    def empty_strided(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """As that of torch."""
+        nbytes = prod(shape) * dtype.itemsize
+        if nbytes < LEAST:
+            return graphs.empty_strided(shape, strides, dtype)
+        self.asked += 1
+        if nbytes >= huge_pages.LARGE or (self.returned is not None and self.asked in self.returned):
+            return empty_strided(shape, strides, dtype)
+        t = graphs.empty_strided(shape, strides, dtype)
+        if self.returned is None:
+            self.places[t.data_ptr()] = self.asked
+        return t
+
+    def run(self, runner: graphs.Runner, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The results of code that asks here for its memory."""
+        begin(bounded=False)
+        self.asked = 0
+        self.places.clear()
+        found = runner(*tensors)
+        if self.returned is None:
+            self.returned = {self.places.get(t.untyped_storage().data_ptr(), 0) for t in found}
+        return found
+
+
 @cache
 def _like(dtype: torch.dtype) -> Tensor:
     return torch.empty(0, dtype=dtype)

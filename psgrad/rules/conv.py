@@ -12,6 +12,12 @@ from ..factors.costs import ConvGeometry
 from ..factors.dense import Dense
 from ..factors.patches import Patches
 from ..registry.rule import Call, Decline, Needs, Rule
+from ..torch_ import tracing
+
+
+def _unread(x: Tensor) -> Tensor:
+    """`x` for a kernel that asks for its shape alone: a compiled graph would write its numbers out once more."""
+    return torch.empty_like(x) if tracing.is_recorded() else x
 
 
 def forward(
@@ -32,7 +38,7 @@ def backward(
     if needs.x:
         gx = torch.ops.aten.convolution_backward(
             g.flatten(0, 1),
-            x.flatten(0, 1),
+            _unread(x.flatten(0, 1)),
             weight,
             None,
             stride,
@@ -132,7 +138,17 @@ def transposed_backward(
     if needs.x:
         mask = [True, False, False]
         gx = torch.ops.aten.convolution_backward(
-            g.flatten(0, 1), x.flatten(0, 1), weight, None, stride, padding, dilation, True, extra, groups, mask
+            g.flatten(0, 1),
+            _unread(x.flatten(0, 1)),
+            weight,
+            None,
+            stride,
+            padding,
+            dilation,
+            True,
+            extra,
+            groups,
+            mask,
         )[0].unflatten(0, x.shape[:2])
     factors: list[Factor | None] = [None, None]
     if needs.params[0]:

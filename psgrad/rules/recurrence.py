@@ -1,7 +1,7 @@
 """One recurrent layer in one direction: lstm, gru, rnn_tanh, rnn_relu.
 
 The input's projections are one product for all steps, the loops over time do what depends on the step
-before and no more, and each weight gets one factor over all steps.
+before and no more, and each weight gets one factor over all steps. The loops are in `steps`.
 
 Inside a rule tensors are (L, B N, F): the steps in front, so that a step is contiguous, and the samples
 next to the features, so that (L B, N, F) is a view, which a factor takes transposed. States are slots
@@ -20,40 +20,28 @@ from torch.overrides import handle_torch_function, has_torch_function
 from ..factors.base import Factor
 from ..factors.dense import Dense
 from ..factors.outer import Outer
+from ..factors.products import linear, product
 from ..registry.rule import Call, Needs, Param, Rule
 from ..torch_ import levels
+from . import steps
+from .steps import Order
 
 Saved = tuple[Tensor, ...]
 Params = Sequence[Any]
 Gradients = tuple[Tensor | None, list[Factor | None]]
-_aten = torch.ops.aten
 
 
 class Options(NamedTuple):
     """`states`: the widths of the initial states that follow the input in x, where they differ between samples."""
 
-    reverse: bool
-    length: int
+    order: Order
     batch: int
     width: int
     states: tuple[int, ...] = ()
 
     @property
-    def steps(self) -> range:
-        return range(self.length)[::-1] if self.reverse else range(self.length)
-
-    def before(self, slots: Tensor) -> Tensor:
-        """The state before each step."""
-        return slots[1:] if self.reverse else slots[:-1]
-
-    def after(self, slots: Tensor) -> Tensor:
-        return slots[:-1] if self.reverse else slots[1:]
-
-    def first(self, slots: Tensor) -> Tensor:
-        return slots[-1 if self.reverse else 0]
-
-    def last(self, slots: Tensor) -> Tensor:
-        return slots[0 if self.reverse else -1]
+    def lead(self) -> tuple[int, int]:
+        return self.order.length, self.batch
 
 
 # ---- layouts -------------------------------------------------------------------------------------------
@@ -78,10 +66,10 @@ def _split(options: Options, x: Tensor) -> list[Tensor]:
     """The input (N, L, B, I) and the states (N, B, H) that follow it."""
     if not options.states:
         return [x]
-    _, length, batch, width, states = options
-    inputs, *rest = x.split([length * batch * width, *(batch * size for size in states)], 1)
+    _, batch, width, states = options
+    inputs, *rest = x.split([prod(options.lead) * width, *(batch * size for size in states)], 1)
     pairs = zip(rest, states, strict=True)
-    return [inputs.unflatten(1, (length, batch, width)), *(t.unflatten(1, (batch, size)) for t, size in pairs)]
+    return [inputs.unflatten(1, (*options.lead, width)), *(t.unflatten(1, (batch, size)) for t, size in pairs)]
 
 
 def _opened(options: Options, x: Tensor, states: Params) -> list[Tensor]:
@@ -93,10 +81,10 @@ def _opened(options: Options, x: Tensor, states: Params) -> list[Tensor]:
     return [steps, *(s.transpose(0, 1).flatten(0, 1) for s in initial)]
 
 
-def _slots(options: Options, initial: Tensor) -> Tensor:
+def _slots(order: Order, initial: Tensor) -> Tensor:
     """Room for the states, the initial one in its place."""
-    slots = initial.new_empty(options.length + 1, *initial.shape)
-    options.first(slots).copy_(initial)
+    slots = initial.new_empty(order.length + 1, *initial.shape)
+    order.first(slots).copy_(initial)
     return slots
 
 
@@ -107,11 +95,11 @@ def _closed(n: int, out: Tensor, *finals: Tensor) -> Tensor:
 
 def _cotangents(options: Options, g: Tensor, slots: Tensor, *finals: int) -> list[Tensor]:
     """What came for the result of `_closed`, to be added to: slots like the state's, and (B N, H) each."""
-    n, batch, shape = len(g), options.batch, (options.length, options.batch, slots.shape[-1])
+    n, batch, shape = len(g), options.batch, (*options.lead, slots.shape[-1])
     out, *rest = g.split([prod(shape), *(batch * width for width in finals)], 1)
     d = torch.empty_like(slots)
-    options.first(d).zero_()
-    _samples(options.after(d), n).copy_(out.unflatten(1, shape))
+    options.order.first(d).zero_()
+    _samples(options.order.after(d), n).copy_(out.unflatten(1, shape))
     pairs = zip(rest, finals, strict=True)
     return [d, *(t.reshape(n, batch, width).transpose(0, 1).clone().flatten(0, 1) for t, width in pairs)]
 
@@ -139,14 +127,14 @@ def _gradients(
     states = [_samples(t[None], n)[:, 0] for t in of_states]  # (N, B, H)
     gx = None
     if needs.x:
-        gx = _samples(torch.matmul(of_x, params[0]), n)
+        gx = _samples(product(of_x, params[0]), n)
         if options.states:
             own = [t for t, p in zip(states, params[-len(states) :], strict=True) if p is None]
             gx = torch.cat([t.flatten(1) for t in (gx, *own)], 1)
     g, gh = _positions(of_x, n), _positions(of_h, n)
     return gx, [
         Outer(inputs.flatten(1, 2), g) if want[0] else None,
-        Outer(_positions(options.before(h), n), gh) if want[1] else None,
+        Outer(_positions(options.order.before(h), n), gh) if want[1] else None,
         Dense(g.sum(1)) if want[2] else None,
         Dense(gh.sum(1)) if want[3] else None,
         *others,
@@ -160,56 +148,27 @@ def _gradients(
 def lstm_forward(
     options: Options, x: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any, b_hh: Any, w_hr: Any, h0: Any, c0: Any
 ) -> tuple[Tensor, Saved]:
+    order = options.order
     inputs, h0, c0 = _opened(options, x, (h0, c0))
-    h, c = _slots(options, h0), _slots(options, c0)
-    gates = F.linear(inputs, w_ih, _sum(b_ih, b_hh))  # (L, B N, 4 H)
-    update, squashed = torch.empty_like(options.after(c)), torch.empty_like(options.after(c))  # tanh's, of the cell too
-    i, f, raw, o = (t.unbind() for t in gates.chunk(4, -1))
-    gate, u, s, w = gates.unbind(), update.unbind(), squashed.unbind(), w_hh.mT
-    h_before, h_after, c_before, c_after = (
-        t.unbind() for slots in (h, c) for t in (options.before(slots), options.after(slots))
-    )
-    for t in options.steps:
-        gate[t].addmm_(h_before[t], w)
-        u[t].copy_(raw[t]).tanh_()  # contiguous, in half the time
-        gate[t].sigmoid_()  # one call for three gates, though it spoils `raw`
-        torch.mul(f[t], c_before[t], out=c_after[t]).addcmul_(i[t], u[t])
-        torch.tanh(c_after[t], out=s[t])
-        if w_hr is None:
-            torch.mul(o[t], s[t], out=h_after[t])
-        else:
-            torch.mm(o[t] * s[t], w_hr.mT, out=h_after[t])
+    h, c = _slots(order, h0), _slots(order, c0)
+    gates = linear(inputs, w_ih, _sum(b_ih, b_hh))  # (L, B N, 4 H)
+    update, squashed = steps.lstm(gates, h, c, w_hh, w_hr, order.reverse)
     n = len(x)
-    y = _closed(n, options.after(h), options.last(c))
+    y = _closed(n, order.after(h), order.last(c))
     return y, tuple(_samples(t, n) for t in (gates, h, c, update, squashed))
 
 
 def lstm_backward(options: Options, g: Tensor, x: Tensor, params: Params, saved: Saved, needs: Needs) -> Gradients:
-    """Every local derivative for all steps at once; then, step by step, times the cotangent of state or cell."""
+    order, n = options.order, len(x)
     _, w_hh, _, _, w_hr, *_ = params
     gates, h, c, u, squashed = map(_steps, saved)
     dh, dc = _cotangents(options, g, h, c.shape[-1])
-    i, f, _, o = gates.chunk(4, -1)
-    d = torch.empty_like(gates)
-    di, df, du, do = d.chunk(4, -1)
-    _aten.sigmoid_backward(u, i, grad_input=di)
-    _aten.sigmoid_backward(options.before(c), f, grad_input=df)
-    _aten.tanh_backward(i, u, grad_input=du)
-    _aten.sigmoid_backward(squashed, o, grad_input=do)
-    local = _aten.tanh_backward(o, squashed).unbind()  # of the cell, from the output
-    by_cell = d.unflatten(-1, (4, -1))[..., :3, :].unbind()  # i, f and u
-    gate, forget, by_out = d.unbind(), f.unbind(), do.unbind()
-    before, after = options.before(dh).unbind(), options.after(dh).unbind()
-    for t in reversed(options.steps):
-        out = after[t] if w_hr is None else after[t] @ w_hr
-        by_out[t].mul_(out)
-        by_cell[t].mul_(dc.addcmul_(out, local[t])[:, None])
-        dc.mul_(forget[t])
-        before[t].addmm_(gate[t], w_hh)
+    d = steps.lstm_back(dh, dc, gates, c, u, squashed, w_hh, w_hr, order.reverse)
     projection = None
     if needs.params[4]:
-        projection = Outer(_positions(o * squashed, len(x)), _positions(options.after(dh), len(x)))
-    return _gradients(options, x, h, params, needs, d, d, options.first(dh), dc, others=(projection,))
+        o = gates.chunk(4, -1)[3]
+        projection = Outer(_positions(o * squashed, n), _positions(order.after(dh), n))
+    return _gradients(options, x, h, params, needs, d, d, order.first(dh), dc, others=(projection,))
 
 
 def _lstm_step(p: Tensor, h: Tensor, c: Tensor, w_hh: Tensor, b_hh: Any, w_hr: Any) -> list[Tensor]:
@@ -225,45 +184,24 @@ def _lstm_step(p: Tensor, h: Tensor, c: Tensor, w_hh: Tensor, b_hh: Any, w_hr: A
 def gru_forward(
     options: Options, x: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any, b_hh: Any, h0: Any
 ) -> tuple[Tensor, Saved]:
+    order = options.order
     inputs, h0 = _opened(options, x, (h0,))
-    h, size = _slots(options, h0), w_hh.shape[1]
-    gates = F.linear(inputs, w_ih, b_ih)  # (L, B N, 3 H)
-    update, inner = torch.empty_like(options.after(h)), torch.zeros_like(options.after(h))  # inner: the state's part
+    h, size = _slots(order, h0), w_hh.shape[1]
+    gates = linear(inputs, w_ih, b_ih)  # (L, B N, 3 H)
+    inner = torch.zeros_like(order.after(h))  # the state's part of the update
     if b_hh is not None:
         gates[..., : 2 * size] += b_hh[: 2 * size]
         inner += b_hh[2 * size :]
-    w_both, w_inner = w_hh[: 2 * size].mT, w_hh[2 * size :].mT
-    both, part, u = gates[..., : 2 * size].unbind(), inner.unbind(), update.unbind()
-    r, z, raw = (t.unbind() for t in gates.chunk(3, -1))
-    before, after = options.before(h).unbind(), options.after(h).unbind()
-    for t in options.steps:
-        both[t].addmm_(before[t], w_both).sigmoid_()
-        part[t].addmm_(before[t], w_inner)
-        torch.addcmul(raw[t], r[t], part[t], out=u[t]).tanh_()
-        torch.lerp(u[t], before[t], z[t], out=after[t])
+    update = steps.gru(gates, h, inner, w_hh, order.reverse)
     n = len(x)
-    return _closed(n, options.after(h)), tuple(_samples(t, n) for t in (gates, h, update, inner))
+    return _closed(n, order.after(h)), tuple(_samples(t, n) for t in (gates, h, update, inner))
 
 
 def gru_backward(options: Options, g: Tensor, x: Tensor, params: Params, saved: Saved, needs: Needs) -> Gradients:
-    """Every local derivative for all steps at once; then, step by step, times the cotangent of the state."""
-    w_hh = params[1]
     gates, h, u, inner = map(_steps, saved)
     (dh,) = _cotangents(options, g, h)
-    r, z, _ = gates.chunk(3, -1)
-    by_u = _aten.tanh_backward(1 - z, u)
-    d = torch.empty_like(gates)  # of the state's products
-    dr, dz, du = d.chunk(3, -1)
-    _aten.sigmoid_backward(by_u * inner, r, grad_input=dr)
-    _aten.sigmoid_backward(options.before(h) - u, z, grad_input=dz)
-    torch.mul(by_u, r, out=du)
-    gate, parts, kept = d.unbind(), d.unflatten(-1, (3, -1)).unbind(), z.unbind()
-    before, after = options.before(dh).unbind(), options.after(dh).unbind()
-    for t in reversed(options.steps):
-        parts[t].mul_(after[t][:, None])
-        before[t].addcmul_(after[t], kept[t]).addmm_(gate[t], w_hh)
-    of_x = torch.cat([dr, dz, by_u.mul_(options.after(dh))], -1)
-    return _gradients(options, x, h, params, needs, of_x, d, options.first(dh))
+    of_x, d = steps.gru_back(dh, gates, h, u, inner, params[1], options.order.reverse)
+    return _gradients(options, x, h, params, needs, of_x, d, options.order.first(dh))
 
 
 def _gru_step(p: Tensor, h: Tensor, w_hh: Tensor, b_hh: Any) -> list[Tensor]:
@@ -275,32 +213,27 @@ def _gru_step(p: Tensor, h: Tensor, w_hh: Tensor, b_hh: Any) -> list[Tensor]:
 # ---- rnn -----------------------------------------------------------------------------------------------
 
 
-def _rnn_forward(squash: Callable[[Tensor], Tensor]) -> Callable[..., tuple[Tensor, Saved]]:
+def _rnn_forward(relu: bool) -> Callable[..., tuple[Tensor, Saved]]:
     def forward(
         options: Options, x: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any, b_hh: Any, h0: Any
     ) -> tuple[Tensor, Saved]:
+        order = options.order
         inputs, h0 = _opened(options, x, (h0,))
-        h, w = _slots(options, h0), w_hh.mT
-        options.after(h).copy_(F.linear(inputs, w_ih, _sum(b_ih, b_hh)))
-        before, after = options.before(h).unbind(), options.after(h).unbind()
-        for t in options.steps:
-            squash(after[t].addmm_(before[t], w))
-        return _closed(len(x), options.after(h)), (_samples(h, len(x)),)
+        h = _slots(order, h0)
+        order.after(h).copy_(linear(inputs, w_ih, _sum(b_ih, b_hh)))
+        steps.rnn(h, w_hh, relu, order.reverse)
+        return _closed(len(x), order.after(h)), (_samples(h, len(x)),)
 
     return forward
 
 
-def _rnn_backward(derivative: Callable[[Tensor], Tensor]) -> Callable[..., Gradients]:
+def _rnn_backward(relu: bool) -> Callable[..., Gradients]:
     def backward(options: Options, g: Tensor, x: Tensor, params: Params, saved: Saved, needs: Needs) -> Gradients:
         h = _steps(saved[0])
         (dh,) = _cotangents(options, g, h)
-        local, before, after = (
-            t.unbind() for t in (derivative(options.after(h)), options.before(dh), options.after(dh))
-        )
-        for t in reversed(options.steps):
-            before[t].addmm_(after[t].mul_(local[t]), params[1])
-        d = options.after(dh)
-        return _gradients(options, x, h, params, needs, d, d, options.first(dh))
+        steps.rnn_back(dh, h, params[1], relu, options.order.reverse)
+        d = options.order.after(dh)
+        return _gradients(options, x, h, params, needs, d, d, options.order.first(dh))
 
     return backward
 
@@ -319,8 +252,8 @@ def _plain(step: Callable[..., list[Tensor]], states: int) -> Callable[..., Tens
         w_ih, w_hh, b_ih, b_hh, *others = params[:-states]
         inputs, *state = _opened(options, x, params[-states:])
         projected = F.linear(inputs, w_ih, b_ih)
-        out: list[Any] = [None] * options.length
-        for t in options.steps:
+        out: list[Any] = [None] * options.order.length
+        for t in options.order.steps:
             state = step(projected[t], *state, w_hh, b_hh, *others)
             out[t] = state[0]
         return _closed(len(x), torch.stack(out), *state[1:])
@@ -336,7 +269,7 @@ def bind(x: Any, states: tuple[Any, ...], weights: tuple[Any, ...], reverse: boo
     if behind:
         x = torch.cat([t.flatten() for t in (x.wrapped if isinstance(x, Param) else x, *behind)])
     others = [None if mine else s for s, mine in zip(states, own, strict=True)]
-    options = Options(reverse, length, batch, width, tuple(s.shape[-1] for s in behind))
+    options = Options(Order(reverse, length), batch, width, tuple(s.shape[-1] for s in behind))
     return Call(x, (*weights, *others), options)
 
 
@@ -350,7 +283,8 @@ def _layer(name: str, plain: Callable[..., Tensor]) -> Layer:
         if has_torch_function((x, *states, *weights)):
             result: Tensor = handle_torch_function(layer, (x, *states, *weights), x, states, weights, reverse)
             return result
-        return plain(Options(reverse, *x.shape), x[None], *weights, *states)[0]
+        length, batch, width = x.shape
+        return plain(Options(Order(reverse, length), batch, width), x[None], *weights, *states)[0]
 
     layer.__name__ = layer.__qualname__ = name
     return layer
@@ -364,10 +298,6 @@ def _rule(name: str, forward: Any, backward: Any, step: Any, states: int, saves:
 
 LSTM = _rule("lstm", lstm_forward, lstm_backward, _lstm_step, states=2, saves=5)
 GRU = _rule("gru", gru_forward, gru_backward, _gru_step, states=1, saves=4)
-RNN_TANH = _rule(
-    "rnn_tanh", _rnn_forward(torch.tanh_), _rnn_backward(lambda h: 1 - h * h), _rnn_step(torch.tanh), states=1, saves=1
-)
-RNN_RELU = _rule(
-    "rnn_relu", _rnn_forward(torch.relu_), _rnn_backward(lambda h: ~(h <= 0)), _rnn_step(torch.relu), states=1, saves=1
-)
+RNN_TANH = _rule("rnn_tanh", _rnn_forward(False), _rnn_backward(False), _rnn_step(torch.tanh), states=1, saves=1)
+RNN_RELU = _rule("rnn_relu", _rnn_forward(True), _rnn_backward(True), _rnn_step(torch.relu), states=1, saves=1)
 RULES = (LSTM, GRU, RNN_TANH, RNN_RELU)

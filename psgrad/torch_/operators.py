@@ -1,10 +1,14 @@
 """Operators of torch.ops as a mode sees them called, and the custom ones of torch.library."""
 
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 from torch._library.custom_ops import CustomOpDef
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 Overload = OpOverload  # torch.ops.aten.mul.Tensor
 Packet = OpOverloadPacket  # torch.ops.aten.mul: all its overloads
@@ -59,3 +63,27 @@ def _overloads(func: Any) -> list[Any]:
 def mutates(func: Any) -> bool:
     """Whether an operator changes one of its arguments in place."""
     return any(op._schema.is_mutable for op in _overloads(func))
+
+
+def as_one_op(schema: str, when: Callable[[], bool]) -> Callable[[F], F]:
+    """`function` as one op `when` ops are recorded for a graph of ours: it runs as written whenever the graph does.
+
+    A loop over a thousand steps is then one node, and not ten thousand. Nobody differentiates it. The schema
+    ("psgrad::name(...) -> ...") says what is changed in place; what is returned has memory of its own. Sizes come from
+    running it on tensors without values.
+    """
+
+    def registered(function: F) -> F:
+        name = schema.partition("(")[0]
+        torch.library.define(name, schema.removeprefix(name), tags=(torch.Tag.pt2_compliant_tag,))
+        torch.library.impl(name, "CompositeExplicitAutograd", function)
+        space, _, own = name.partition("::")
+        op = getattr(getattr(torch.ops, space), own).default
+
+        @wraps(function)
+        def called(*args: Any) -> Any:
+            return op(*args) if when() else function(*args)
+
+        return called  # type: ignore[return-value]
+
+    return registered
