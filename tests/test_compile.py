@@ -1653,7 +1653,7 @@ def test_large_convolutions_are_measured() -> None:
     """Whichever way is the fastest, the numbers are the same; what has a bound on memory is planned by estimates."""
     model = nn.Conv2d(16, 16, 3, padding=1).double()
     fn, params = psgrad.from_module(model, lambda y, target: (y * target).sum())
-    x, target = torch.randn(16, 16, 16, 16, dtype=D), torch.randn(16, 16, 16, 16, dtype=D)
+    x, target = torch.randn(16, 16, 32, 32, dtype=D), torch.randn(16, 16, 32, 32, dtype=D)
     known = dict(conv_costs._fastest)
     try:
         for strategy in ("patches", "grouped", "loop"):
