@@ -203,6 +203,7 @@ LINEAR = (
     op("bilinear-frozen-weight", lambda x, b: F.bilinear(x, x, _W(x)[None, :3], b), "bilinear", (2, 3), b=(1,)),
     op("bilinear-frozen", lambda x, s: F.bilinear(x * s, x, _W(x)[None, :3]), {"s": "mul"}, (2, 3), s=(3,)),
     op("bilinear-weight-per-sample", lambda x, b: F.bilinear(x[0], x[0], x, b), "vmap", (3, 3, 3), b=(3,)),
+    op("bilinear-matrix-bias", lambda x, w, b: F.bilinear(x, x, w, b), "vmap", (2, 3), w=(2, 3, 3), b=(2, 2)),
     op("bilinear-view", lambda x, w: F.bilinear(x, x, w.transpose(1, 2)), "vmap", (2, 3), w=(2, 3, 3)),
     module("bilinear-chain", lambda: _Bilinears(), "bilinear", (2, 3)),
     module("linear-module", lambda: nn.Linear(3, 5), "linear", (2, 3)),
@@ -282,6 +283,13 @@ EINSUM = (
     op("einsum-summed-alone", lambda x, w: torch.einsum("ti,oi->o", x, w), "vmap", (2, 3), w=(5, 3)),
     op("einsum-diagonal", lambda x, w: torch.einsum("ti,ii->ti", x, w), "vmap", (2, 3), w=(3, 3)),
     op("einsum-three", lambda x, w: torch.einsum("i,ij,j->", x, w, x), "vmap", (3,), w=(3, 3)),
+    op(
+        "einsum-three-of-which-two-contract",
+        lambda x, w: torch.einsum("ti,oi,t->to", x, w, x[:, 0]),
+        "vmap",
+        (2, 3),
+        w=(5, 3),
+    ),
     op("einsum-one", lambda x, w: torch.einsum("ij->ji", w) @ x, {of("torch.einsum", "w"): "matmul"}, (3,), w=(3, 5)),
     op("einsum-broadcast", lambda x, w: torch.einsum("ti,oi->to", x, w), "vmap", (2, 3), w=(5, 1)),
     op("einsum-sublists", lambda x, w: torch.einsum(x, [0, 1], w, [2, 1], [0, 2]), "einsum", (2, 3), w=(5, 3)),
@@ -1301,6 +1309,7 @@ ATTENTION = (
     _sdpa("sdpa-mask-per-head", (2, 5, 4), heads=2, attn_mask=lambda x: torch.stack([_BIAS(x), -_BIAS(x)])),
     _sdpa("sdpa-grouped-queries", (5, 4), heads=4, key_heads=2, enable_gqa=True),
     _sdpa("sdpa-grouped-queries-inner-batch", (2, 5, 4), heads=4, key_heads=1, enable_gqa=True),
+    op("sdpa-queries-of-one-head", lambda x, s: _attend(x[0] * s, x, x.sin()), "mul", (2, 5, 4), s=(4,)),
     op("sdpa-bias-parameter", lambda x, m: _attend(x, x.sin(), x.cos(), attn_mask=m), "vmap", (5, 4), m=(5, 5)),
     op("sdpa-parameter-queries", lambda x, q: _attend(q, x, x.sin()), "vmap", (5, 4), q=(2, 4)),
     module("multihead", _Attention, _projected(3), (5, 4)),
@@ -1358,6 +1367,13 @@ LOSSES = (
     ),
     _classified(
         "cross-entropy-class-weights-sum", (2, 3, 2), (2, 2), weight=lambda: _away_from_zero(3), reduction="sum"
+    ),
+    op(
+        "cross-entropy-class-weights-per-sample",
+        lambda x, w: F.cross_entropy(x * w, torch.tensor([0, 2], device=x.device), x[0].exp()),
+        "mul",
+        (2, 3),
+        w=(3,),
     ),
     _classified("cross-entropy-not-reduced", (4, 3), (4,), folds=False, reduction="none"),
     op(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import psgrad
 from psgrad.extend import Call, Factor, Plan, Rule, register, unregister
+from psgrad.factors import inner
 from psgrad.factors.base import NormMemo
 from psgrad.factors.costs import ConvGeometry
 from psgrad.factors.dense import Dense, Product
@@ -197,6 +198,14 @@ def test_a_factor_of_ones_own_has_every_quantity(with_others: bool) -> None:
         assert "Own" in str(psgrad.explain(fn, w, x))
     finally:
         unregister(rule)
+
+
+def test_inner_products_of_factors_of_two_shapes() -> None:
+    """As where some samples read rows of a view of a parameter, and others have gradients of it as it is."""
+    rows, whole = Rows(torch.randint(4, (N, 3)), torch.randn(N, 3, 6), 4), Dense(torch.randn(N, 1, 4, 6))
+    expected = dense_of(rows).flatten(1) @ dense_of(whole).flatten(1).mT
+    torch.testing.assert_close(inner.dots(rows, whole), expected)
+    torch.testing.assert_close(inner.dots(whole, rows), expected.mT)
 
 
 def test_a_tensor_that_may_be_none_is_refused() -> None:

@@ -284,6 +284,9 @@ TRANSFORMS: Transforms = {
     "vmap(vmap(grad))": lambda s, t: t.vmap(t.vmap(grad(s.f), (None, 0)), (None, 0))(s.p, _two(s.x)),
     "vmap(grad), an ensemble": lambda s, t: t.vmap(grad(s.f), (0, None))(_ensemble(s.p), s.x[0]),
     "vmap(vmap(grad)), an ensemble": lambda s, t: t.vmap(t.vmap(grad(s.f), (None, 0)), (0, None))(_ensemble(s.p), s.x),
+    "vmap(grad(vmap)), an ensemble": lambda s, t: t.vmap(grad(lambda p: t.vmap(s.f, (None, 0))(p, s.x).sum()))(
+        _ensemble(s.p)
+    ),
     "vmap(grad), a model per sample": lambda s, t: t.vmap(grad(s.f))(_ensemble(s.p), s.x[:2]),
     "jacrev": lambda s, t: t.jacrev(s.out)(s.p, s.x[0]),
     "jacfwd": lambda s, t: t.jacfwd(s.out)(s.p, s.x[0]),

@@ -88,8 +88,8 @@ def test_equals_the_loop_and_touches_nothing(case: Case, small: bool, monkeypatc
 
 
 def _ordered(y: Tensor) -> Tensor:
-    """A loss that tells the places of y apart, as `loss`, a plain sum, does not."""
-    places = torch.arange(1, y.numel() + 1, dtype=y.dtype, device=y.device).reshape(y.shape)
+    """A loss that tells the places of y apart, and how many they are, as `loss`, a plain sum, does not."""
+    places = torch.arange(y.numel(), 0, -1, dtype=y.dtype, device=y.device).reshape(y.shape)
     return (y.sin().square() * places).sum()
 
 

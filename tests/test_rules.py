@@ -189,6 +189,10 @@ def test_conv_transpose(d: int) -> None:
     run()
 
 
+def _ends(*positions: int) -> Tensor:
+    return torch.tensor(positions, dtype=torch.int32)
+
+
 REFUSED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...]]] = {
     "Expected weight to be of same shape": (lambda x, w: F.rms_norm(x, [4], w), (1,)),
     "expected input with shape": (lambda x, w: F.rms_norm(x, [3], w), (3,)),
@@ -197,8 +201,23 @@ REFUSED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...]]] =
     "output padding must be smaller": (lambda x, w: F.conv_transpose1d(x, w, output_padding=1), (2, 3, 2)),
     "Output size is too small": (lambda x, w: F.conv_transpose1d(x, w, padding=4), (2, 3, 2)),
     "Mismatch of parameter numbers and input channel size": (lambda x, w: F.prelu(x, w), (3,)),
-    "input1 size does not match weight size": (lambda x, w: F.bilinear(x, x, w), (2, 3, 4)),
+    "input1 size does not match weight size": (lambda x, w: F.bilinear(x, x[:, :2], w), (2, 2, 4)),
+    "input batch dimensions do not match": (lambda x, w: F.bilinear(x, x[:1], w), (2, 4, 4)),
     "bias size does not match weight size": (lambda x, w: F.bilinear(x, x, w, w[0, 0, :1]), (2, 4, 4)),
+    "All tensors must have the same dtype": (lambda x, w: F.bilinear(x, x.float(), w), (2, 4, 4)),
+    "at least 2 dimensional": (lambda x, w: F.scaled_dot_product_attention(x[0] * w, x[1], x[1]), (4,)),
+    "more than 1 value per channel": (lambda x, w: F.group_norm(x[:1], 4, w), (4,)),
+    "more than 1 spatial element": (lambda x, w: F.instance_norm(x[..., None], weight=w), (4,)),
+    "not differentiable with respect to argument 'running_mean'": (lambda x, w: F.batch_norm(x, w, w.exp()), (4,)),
+    "argument 'running_mean'": (lambda x, w: F.instance_norm(x[None], w, w.exp(), use_input_stats=False), (2,)),
+    "input has to be 1D or 2D Tensor": (lambda x, w: F.embedding_bag(x[None].sign().long() + 1, w), (3, 2)),
+}
+
+# the same of grouped_mm, which asks for float32
+REFUSED_GROUPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "batch sizes have to match": lambda x, w: F.grouped_mm(x, w, offs=_ends(1, 1, 2)),
+    "Offsets have to be int32": lambda x, w: F.grouped_mm(x, w, offs=_ends(1, 2).long()),
+    "argument 'bias'": lambda x, w: F.grouped_mm(x, w, offs=_ends(1, 2), bias=w[0, 0]),
 }
 
 
@@ -207,8 +226,30 @@ REFUSED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...]]] =
 def test_rules_refuse_what_torch_refuses(message: str) -> None:
     """With torch's own words."""
     call, shape = REFUSED[message]
-    with pytest.raises((RuntimeError, TypeError), match=message):
+    with pytest.raises((RuntimeError, TypeError, ValueError), match=message):
         psgrad.per_sample_grads(lambda w, x: call(x, w).sum(), draw(*shape), draw(3, 2, 4))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("message", REFUSED_GROUPS)
+def test_grouped_mm_refuses_what_torch_refuses(message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        psgrad.per_sample_grads(
+            lambda w, x: REFUSED_GROUPS[message](x, w).sum(), draw(2, 4, 4).float(), draw(3, 2, 4).float()
+        )
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_grouped_mm_without_offsets_is_left_to_vmap() -> None:
+    """Each matrix with its own: no rows to divide, and no loop over samples either."""
+    fn = lambda w, x: loss(F.grouped_mm(x, w))
+    psgrad.testing.check(fn, draw(2, 4, 4).float(), draw(3, 2, 4, 4).float(), rules={"params": ["vmap"]})
+
+
+@pytest.mark.parametrize("norm", [F.layer_norm, F.rms_norm])
+def test_norms_of_nothing_are_left_to_vmap(norm: Callable[..., Tensor]) -> None:
+    fn = lambda w, x: loss(norm(x, [0], w))
+    psgrad.testing.check(fn, draw(0), draw(3, 2, 0), rules={"params": ["vmap"]})
 
 
 def test_conv_refuses_what_torch_refuses() -> None:
