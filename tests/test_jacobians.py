@@ -176,10 +176,11 @@ def test_few_outputs_are_held_where_there_is_little_memory() -> None:
         assert_close(psgrad.ntk(fn, w, x, x[:3]), want[:, :3])
 
 
+@pytest.mark.parametrize("n", [3, 50])
 @pytest.mark.parametrize("room", [1 << 24, 1])
-def test_factors_of_outputs_meet_in_every_way(room: int) -> None:
-    """Each output's factors stacked, or by themselves; positions met, or gradients written out."""
-    n, m, k, t = 3, 4, 2, 3
+def test_factors_of_outputs_meet_in_every_way(room: int, n: int) -> None:
+    """Each output's factors stacked, or by themselves; positions met, or gradients written out, in strips of 64."""
+    m, k, t = 4, 2, 3
 
     def outer(count: int, positions: int, i: int = 4, o: int = 5, shared: bool = True) -> list[Any]:
         x = [torch.randn(count, positions, i).double() for _ in range(k)]
