@@ -72,14 +72,15 @@ def check(found: Factor | None, expected: Tensor) -> None:
     w, mean = torch.randn(N), expected.mean(0)
     rows = expected.flatten(1)
     torch.testing.assert_close(found.dense(), expected)
-    torch.testing.assert_close(found.dense(torch.full_like(expected, torch.nan)), expected)
+    for out in (torch.full_like(expected, torch.nan), torch.full((*SHAPE, N), torch.nan).movedim(-1, 0)):
+        torch.testing.assert_close(found.dense(out), expected)
     torch.testing.assert_close(found.norms(), rows.norm(dim=1))
     torch.testing.assert_close(found.norms_with(NormMemo()), rows.norm(dim=1))
     torch.testing.assert_close(found.weighted_sum(w), torch.tensordot(w, expected, 1))
     torch.testing.assert_close(found.weighted_sum(), expected.sum(0))
-    total = torch.ones(SHAPE)
-    found.add_weighted(total, w)
-    torch.testing.assert_close(total, 1 + torch.tensordot(w, expected, 1))
+    for total in (torch.ones(SHAPE), torch.ones(SHAPE[::-1]).mT):
+        found.add_weighted(total, w)
+        torch.testing.assert_close(total, 1 + torch.tensordot(w, expected, 1))
     torch.testing.assert_close(found.squared_deviations(mean), (expected - mean).square().sum(0))
     torch.testing.assert_close(found.dots(found), rows @ rows.mT)
     for k in (1, 3):
