@@ -218,6 +218,19 @@ def test_factors_of_outputs_meet_in_every_way(room: int, n: int) -> None:
                     torch.testing.assert_close(total, want)
 
 
+def test_outputs_of_which_one_uses_a_parameter_twice() -> None:
+    def outer() -> Placement:
+        return Placement(None, Outer(torch.randn(3, 2, 4).double(), torch.randn(3, 2, 5).double()))
+
+    rows, shape = Placement(None, Rows(torch.randint(5, (3, 2)), torch.randn(3, 2, 4).double(), 5)), torch.Size((5, 4))
+    sums = [sum_of([outer()], shape), sum_of([outer(), rows], shape)]
+    dense = torch.stack([own.dense() for own in sums if own is not None], 1).reshape(6, 20)
+    for other in (sums, list(sums)):
+        total = torch.zeros(6, 6).double()
+        add_products(total, sums, other)
+        torch.testing.assert_close(total, dense @ dense.mT)
+
+
 def test_the_matrix_of_a_kernel_is_no_copy() -> None:
     w, x = torch.randn(3, 4), torch.randn(5, 4)
     kernel = psgrad.ntk(lambda w, x: torch.tanh(w @ x), w, x, x[:2])

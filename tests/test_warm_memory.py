@@ -69,6 +69,18 @@ def linear_problem(n: int = 16, width: int = 128) -> tuple[Any, Any, Any]:
 SIZE = 16 * 128 * 128 * 4
 
 
+def test_what_comes_back_within_a_call_counts_once() -> None:
+    """In a late call, too: blocks of it are as recent as can be."""
+    own = pool()
+    for _ in range(3 * warm_memory.RECENT):
+        warm_memory.begin(bounded=False)
+    for _ in range(3):
+        block = lent(SIZE // 4)
+        del block
+    assert own.lent == 0
+    assert own.peaks[-1] == kept() == SIZE
+
+
 # ---- nobody's memory is lent ---------------------------------------------------------------------------------------
 
 
