@@ -67,7 +67,9 @@ def mutations(file: Path) -> Iterator[Mutation]:
                 yield mutation(node, "False", "a parameter's gradient not made")
             case ast.BinOp(left=left, op=ast.Add() | ast.Sub() as sign, right=right) if not _is_text(node):
                 turned = "-" if isinstance(sign, ast.Add) else "+"
-                yield mutation(node, f"({_source(text, left)} {turned} {_source(text, right)})", f"{turned} instead")
+                yield mutation(
+                    node, f"(({_source(text, left)}) {turned} ({_source(text, right)}))", f"{turned} instead"
+                )
             case ast.If(test=test) if not _is_for_types(test):
                 yield mutation(test, f"not ({_source(text, test)})", "a condition turned")
 
