@@ -81,6 +81,17 @@ def test_what_comes_back_within_a_call_counts_once() -> None:
     assert own.peaks[-1] == kept() == SIZE
 
 
+@pytest.mark.parametrize("strides", [(1024, 1), (1, 512), (2048, 1), (0, 1)])
+def test_memory_for_compiled_code_holds_its_strides(strides: tuple[int, int]) -> None:
+    """It is lent where numbers lie side by side; a tensor with gaps needs more, and one that repeats needs less."""
+    t = warm_memory.empty_strided((512, 1024), strides, torch.float32)
+    assert t.stride() == strides
+    assert t.untyped_storage().nbytes() >= 4 * (1 + 511 * strides[0] + 1023 * strides[1])
+    assert pool().lent == (t.nbytes if strides in ((1024, 1), (1, 512)) else 0)
+    assert warm_memory.empty_strided((4, 4), (4, 1), torch.float32).shape == (4, 4)
+    assert len(pool().loans) == (pool().lent > 0)
+
+
 # ---- nobody's memory is lent ---------------------------------------------------------------------------------------
 
 
