@@ -125,6 +125,92 @@ def test_only_where_nobody_else_counts(calls: list[Any]) -> None:
     assert len(calls) == 6
 
 
+BIASES: dict[str, Callable[[], Tensor]] = {
+    "one number": lambda: torch.randn(1),
+    "no axis": lambda: torch.randn(()),
+    "a row": lambda: torch.randn(1, N),
+    "a matrix": lambda: torch.randn(M, N),
+    "requires grad": lambda: torch.randn(N, requires_grad=True),
+    "subclass": lambda: torch.randn(N).as_subclass(type("Subclass", (Tensor,), {})),
+}
+
+
+@pytest.mark.parametrize("make", BIASES.values(), ids=BIASES)
+def test_other_biases(make: Callable[[], Tensor], calls: list[Any]) -> None:
+    """oneDNN reads a bias as a row, whatever it is; autograd may follow the bias alone."""
+    x, weight, bias = torch.randn(M, K), torch.randn(N, K), make()
+    found, right = products.linear(x, weight, bias), F.linear(x, weight, bias)
+    assert not calls
+    assert type(found) is type(right)
+    assert torch.equal(found, right)
+    assert found.requires_grad == bias.requires_grad
+    if bias.requires_grad:
+        (slope,) = torch.autograd.grad(found.sum(), bias)
+        assert torch.equal(slope, torch.full((N,), float(M)))
+        with torch.no_grad():
+            products.linear(x, weight, bias)
+        assert calls
+
+
+def test_a_bias_on_another_device(calls: list[Any]) -> None:
+    with pytest.raises(RuntimeError, match="meta"):
+        products.linear(torch.randn(M, K), torch.randn(N, K), torch.randn(N, device="meta"))
+
+
+def test_biases_of_a_frozen_layer(calls: list[Any]) -> None:
+    """Of a small call autograd follows the bias alone: whatever it makes of ops that it does not know."""
+    weight = torch.randn(1024, 512) / 20
+    params, batch = {"b": torch.randn(1024)}, torch.randn(20, 512)
+    before = torch._C._get_autograd_fallback_mode()
+    torch._C._set_autograd_fallback_mode("nothing")
+    try:
+        found = psgrad.per_sample_grads(lambda p, x: F.linear(x, weight, p["b"]).tanh().sum(), params, batch)["b"]
+    finally:
+        torch._C._set_autograd_fallback_mode(before)
+    right = 1 - F.linear(batch.double(), weight.double(), params["b"].double()).tanh().square()
+    torch.testing.assert_close(found.double(), right, rtol=1e-4, atol=1e-5)
+
+
+def test_operands_that_do_not_fit(calls: list[Any]) -> None:
+    """Torch says so, in its own words."""
+    a, b = torch.randn(M, K), torch.randn(K + 1, N)
+    for run in (
+        lambda: products.product(a, b),
+        lambda: products.long_product(a, b),
+        lambda: products.linear(a, b.mT, None),
+    ):
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            run()
+    assert not calls
+
+
+@pytest.mark.parametrize("convert", [Tensor.to_sparse, Tensor.to_sparse_csr, Tensor.to_mkldnn])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_other_layouts_of_memory(convert: Callable[[Tensor], Tensor], calls: list[Any]) -> None:
+    x, weight = torch.randn(M, K), torch.randn(N, K)
+    found = products.linear(convert(x), weight, None)
+    close(found.to_dense() if found.layout is not torch.strided else found, x.double() @ weight.double().mT)
+    assert not calls
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace. is deprecated", "ignore::torch.jit.TracerWarning")
+def test_traced_by_jit(calls: list[Any]) -> None:
+    """A trace is run with tensors that require grad, and where nobody has oneDNN."""
+    a, b = torch.randn(M, K), torch.randn(K, N)
+    traced = torch.jit.trace(lambda a: products.product(a, b), (a,), check_trace=False)  # type: ignore[no-untyped-call]
+    assert "mkldnn" not in str(traced.graph)
+    assert traced(a.requires_grad_()).requires_grad
+    assert not calls
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")
+def test_where_somebody_has_switched_onednn_off(calls: list[Any]) -> None:
+    a, b = torch.randn(M, K), torch.randn(K, N)
+    with torch.backends.mkldnn.flags(enabled=False):  # type: ignore[no-untyped-call]
+        assert torch.equal(products.product(a, b), a @ b)
+    assert not calls
+
+
 def test_not_where_mkl_keeps_up(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "MKL_IS_BEHIND", False)
     a, b = torch.randn(M, K), torch.randn(K, N)

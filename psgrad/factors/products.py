@@ -24,9 +24,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`F.linear` of x (..., I), weight (O, I) and bias (O,)."""
-    if x.numel() * weight.shape[0] < LARGE or not goes_to_onednn(x, weight.mT):
-        return F.linear(x, weight, bias)
-    if bias is not None and not (bias.dtype is x.dtype and bias.is_contiguous()):
+    if x.numel() * weight.shape[0] < LARGE or not goes_to_onednn(x, weight.mT, bias):
         return F.linear(x, weight, bias)
     return kernels.linear_by_onednn(x, weight, bias)
 
@@ -43,22 +41,35 @@ def long_product(a: Tensor, b: Tensor) -> Tensor:
     return product(a, b)
 
 
-def goes_to_onednn(a: Tensor, b: Tensor) -> bool:
-    """Whether a large product, a (..., M, K) times b (K, N), is for oneDNN.
+def goes_to_onednn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> bool:
+    """Whether a large product, a (..., M, K) times b (K, N) and plus a bias (N,), is for oneDNN.
 
-    `b` has to be without gaps, in either order: it takes a thousand times as long where there are some.
+    `b` has to be without gaps, in either order: it takes a thousand times as long where there are some. Of operands
+    that do not fit torch says so itself.
     """
     return (
         kernels.MKL_IS_BEHIND
-        and a.dtype is b.dtype is torch.float32
-        and a.is_cpu
+        and torch.backends.mkldnn.enabled
+        and _is_plain(a)
+        and _is_plain(b)
         and a.dim() > 1
         and b.dim() == 2
+        and a.shape[-1] == b.shape[0]
         and (b.is_contiguous() or b.mT.is_contiguous())
-        and type(a) in PLAIN
-        and type(b) in PLAIN
-        and not (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad))
+        and (bias is None or (_is_plain(bias) and bias.shape == b.shape[1:] and bias.is_contiguous()))
         and not levels.has_tangents()
-        and not (tracing.dispatch_modes() or tracing.is_recorded())
-        and not (levels.is_transformed(a) or levels.is_transformed(b))
+        and not (tracing.dispatch_modes() or tracing.is_recorded() or torch.jit.is_tracing())
+    )
+
+
+def _is_plain(t: Tensor) -> bool:
+    """Whether a tensor is an array of float32 on the CPU, which neither autograd nor a transform follows."""
+    return (
+        type(t) in PLAIN
+        and t.dtype is torch.float32
+        and t.is_cpu
+        and t.layout is torch.strided
+        and not t.is_nested
+        and not (t.requires_grad and torch.is_grad_enabled())
+        and not levels.is_transformed(t)
     )
