@@ -98,6 +98,18 @@ def test_linear(config: some.Linear) -> None:
     check(fn, operands.params, draw(n, *lead, i), layout, operands.rules)
 
 
+@pytest.mark.parametrize("lead", [(), (3,)])
+@pytest.mark.parametrize("part", [False, True])
+def test_linear_with_a_bias_that_broadcasts(part: bool, lead: tuple[int, ...]) -> None:
+    """One number for all outputs: its gradient is a sum over them, of which the rule knows nothing."""
+
+    def fn(params: Params, x: Tensor) -> Tensor:
+        return loss(F.linear(x, params["w"], params["b"][1:2] if part else params["b"]))
+
+    params = {"w": draw(5, 4), "b": draw(3 if part else 1)}
+    psgrad.testing.check(fn, params, draw(6, *lead, 4))
+
+
 @given(config=some.matmuls())
 def test_matmul(config: some.Matmul) -> None:
     n, x, w, first, layout = config

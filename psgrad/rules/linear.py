@@ -43,6 +43,8 @@ def backward(
 def bind_linear(input: Any, weight: Any, bias: Any = None) -> Call | Decline:
     if weight.dim() != 2 or (bias is not None and bias.dim() != 1):
         return Decline("the weight is not a matrix, or the bias not a vector")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        return Decline("the bias broadcasts")
     if input.dim() == 2 and input.shape[0] == 1:  # as models see one sample: factors without the axis
         return Call(input, (weight, bias), None, folded, parted)
     return Call(input, (weight, bias))
