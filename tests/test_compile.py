@@ -1590,6 +1590,21 @@ class _Doubling(torch.overrides.TorchFunctionMode):
         return found * 2 if func in (torch.sin, Tensor.sin) else found
 
 
+@pytest.mark.parametrize("backend", ["replay", "inductor"])
+def test_tangents_of_the_caller(backend: Any) -> None:
+    """Compiled code would drop them without a word."""
+    if backend == "inductor" and not has_compiler():
+        pytest.skip("no C++ compiler")
+    w, x = torch.randn(4), torch.randn(3, 4)
+    step = psgrad.compile(psgrad.per_sample_grads, lambda w, x: (x * w).sum().square(), backend=backend)
+    step(w, x)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(w, torch.ones(4))
+        tangent = torch.autograd.forward_ad.unpack_dual(step(dual, x)).tangent
+    assert tangent is not None
+    torch.testing.assert_close(tangent, 2 * x.sum(1, keepdim=True) * x)
+
+
 def test_modes_of_the_caller() -> None:
     step, w, x = compiled_norms(lambda w, x: (w * x.sin()).sum()), torch.randn(3, dtype=D), torch.randn(4, 3, dtype=D)
     check(step, w, x)
