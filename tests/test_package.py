@@ -31,6 +31,34 @@ from .cases import op
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def test_a_second_copy_in_one_process() -> None:
+    """As where somebody forgets the modules and imports them again: both copies work, each with ops of its own."""
+    code = """
+import sys, torch, psgrad as first
+from psgrad.torch_ import kernels
+def forget():
+    for name in [name for name in sys.modules if name.split(".")[0] == "psgrad"]:
+        del sys.modules[name]
+kernels.MKL_IS_BEHIND = hasattr(torch.ops.mkldnn, "_linear_pointwise")
+forget()
+import psgrad as second
+from psgrad.torch_ import kernels
+kernels.MKL_IS_BEHIND = hasattr(torch.ops.mkldnn, "_linear_pointwise")
+assert first is not second
+w, x = torch.randn(512, 384), torch.randn(64, 384)
+def fn(w, x):
+    return (x @ w.mT).tanh().sum()
+right = first.per_sample_norms(fn, w, x)
+for copy in (first, second, first):
+    step = copy.compile(copy.per_sample_norms, fn, backend="replay")
+    step(w, x)
+    torch.testing.assert_close(step(w, x), right)
+    assert step.cache_info().hits == 2, step.cache_info()
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
 # ---- the demo --------------------------------------------------------------------------------------------
 
 

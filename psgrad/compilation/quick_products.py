@@ -9,6 +9,7 @@ from torch import Tensor
 from ..factors import products
 from ..torch_ import kernels
 from ..torch_.graphs import Graph
+from ..torch_.operators import unused
 
 _ADDMM, _MM = torch.ops.aten.addmm.default, torch.ops.aten.mm.default
 
@@ -37,20 +38,21 @@ def _is_large(node: torch.fx.Node) -> bool:
     return a.dtype is torch.float32 and a.device.type == "cpu" and a.numel() * b.shape[1] >= products.LARGE
 
 
-_LIBRARY: list[torch.library.Library] = []  # whose ops end with it
+_MADE: list[tuple[torch.library.Library, Any]] = []  # the op, and the library, with which it ends
 _LOCK = threading.Lock()
 
 
 def _product() -> Any:
     """The op; torch knows it as soon as somebody needs it."""
     with _LOCK:
-        if not _LIBRARY:
+        if not _MADE:
             library = torch.library.Library("psgrad", "FRAGMENT")
-            library.define("product(Tensor a, Tensor b, Tensor? bias) -> Tensor")
-            library.impl("product", _run, "CPU")
-            torch.library.register_fake("psgrad::product", _shape, lib=library)
-            _LIBRARY.append(library)
-    return torch.ops.psgrad.product.default
+            name = unused("psgrad::product").removeprefix("psgrad::")
+            library.define(f"{name}(Tensor a, Tensor b, Tensor? bias) -> Tensor")
+            library.impl(name, _run, "CPU")
+            torch.library.register_fake(f"psgrad::{name}", _shape, lib=library)
+            _MADE.append((library, getattr(torch.ops.psgrad, name).default))
+    return _MADE[0][1]
 
 
 def _run(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:

@@ -74,8 +74,9 @@ def as_one_op(schema: str, when: Callable[[], bool]) -> Callable[[F], F]:
     """
 
     def registered(function: F) -> F:
-        name = schema.partition("(")[0]
-        torch.library.define(name, schema.removeprefix(name), tags=(torch.Tag.pt2_compliant_tag,))
+        written = schema.partition("(")[0]
+        name = unused(written)
+        torch.library.define(name, schema.removeprefix(written), tags=(torch.Tag.pt2_compliant_tag,))
         torch.library.impl(name, "CompositeExplicitAutograd", function)
         space, _, own = name.partition("::")
         op = getattr(getattr(torch.ops, space), own).default
@@ -87,3 +88,9 @@ def as_one_op(schema: str, when: Callable[[], bool]) -> Callable[[F], F]:
         return called  # type: ignore[return-value]
 
     return registered
+
+
+def unused(name: str) -> str:
+    """`name` ("psgrad::name"), or where a copy of this package, imported before, has an op of that name, another."""
+    space, _, own = name.partition("::")
+    return unused(f"{name}_") if hasattr(getattr(torch.ops, space), own) else name
