@@ -948,3 +948,28 @@ def test_results_stay_in_the_graph_of_plain_autograd() -> None:
     out, _ = vjp(lambda t: psgrad.weighted_grad(square, w * t, X, weights()), torch.tensor(1.0))
     rows = lambda w: weights() @ vmap(grad(square), (None, 0))(w, X)
     assert_close(torch.autograd.grad(scalar(out), w)[0], grad(lambda w: scalar(rows(w)))(W))
+
+
+@pytest.mark.parametrize(
+    "quantity",
+    [
+        psgrad.per_sample_grads,
+        psgrad.per_sample_norms,
+        lambda fn, w, x: psgrad.weighted_grad(fn, w, x, torch.arange(1.0, 4.0)),
+        lambda fn, w, x: psgrad.clipped_grad(fn, w, x, 1.0).grad,
+        psgrad.gram,
+    ],
+)
+def test_tangents_of_forward_ad(quantity: Any) -> None:
+    """They pass through every quantity as they do through jvp, whatever way the op of the parameter goes."""
+    forward_ad = torch.autograd.forward_ad
+    w, v, x = torch.randn(4), torch.randn(4), torch.randn(3, 4)
+
+    def fn(w: Tensor, x: Tensor) -> Tensor:
+        return (x * w).sum().square() + F.linear(x, w[None]).sin().sum() + torch.dot(x, w).cos()
+
+    right = torch.func.jvp(lambda w: quantity(fn, w, x), (w,), (v,))[1]
+    with forward_ad.dual_level():
+        found = forward_ad.unpack_dual(quantity(fn, forward_ad.make_dual(w, v), x)).tangent
+    assert found is not None
+    torch.testing.assert_close(found, right)

@@ -31,7 +31,7 @@ from ..quantities.norms import per_sample_norms
 from ..quantities.projected import projected_grads
 from ..quantities.stats import grad_stats
 from ..quantities.sums import weighted_grad
-from ..torch_ import graphs, levels, tracing
+from ..torch_ import graphs, tracing
 from ..torch_.compiler import is_compiling, uncompiled
 from .capture import Capture, functions_among
 from .recording import Backend, Recording, record
@@ -257,8 +257,7 @@ class Compiled:
                 self._warn("a function is given at the call; give it to psgrad.compile")
                 return self._missed(Call(params, batch, options))
         call = Call(params, batch, options)
-        watched = tracing.dispatch_modes() or tracing.has_function_modes()
-        if watched or is_nested() or levels.has_tangents():  # compiled code knows of no tangents
+        if tracing.dispatch_modes() or is_nested() or tracing.has_function_modes():
             return self._eagerly(call)
         if self._check is not None:
             self._check(params)

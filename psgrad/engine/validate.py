@@ -18,8 +18,8 @@ from .problem import Problem, flatten, generators, kind_of, paths
 
 
 def is_nested() -> bool:
-    """Whether we are called by a function that is being differentiated: inside a transform, or a loop of ours."""
-    return levels.current_level() is not None or HELD.looping > 0
+    """Whether a function that is being differentiated calls us: in a transform, forward_ad, or a loop of ours."""
+    return levels.current_level() is not None or HELD.looping > 0 or levels.has_tangents()
 
 
 def validated(
