@@ -49,7 +49,7 @@ def goes_to_onednn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> bool:
     """
     return (
         kernels.MKL_IS_BEHIND
-        and torch.backends.mkldnn.enabled
+        and bool(torch.backends.mkldnn.enabled)
         and _is_plain(a)
         and _is_plain(b)
         and a.dim() > 1
@@ -58,7 +58,8 @@ def goes_to_onednn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> bool:
         and (b.is_contiguous() or b.mT.is_contiguous())
         and (bias is None or (_is_plain(bias) and bias.shape == b.shape[1:] and bias.is_contiguous()))
         and not levels.has_tangents()
-        and not (tracing.dispatch_modes() or tracing.is_recorded() or torch.jit.is_tracing())
+        and not (tracing.dispatch_modes() or tracing.is_recorded())
+        and not torch.jit.is_tracing()  # type: ignore[attr-defined]
     )
 
 
