@@ -210,6 +210,7 @@ ASIDE = {
     "rnn-packed": _COPY,
     "lstm-packed-by-sample": "'lengths' argument should be a 1D CPU int64 tensor",
 }
+NO_OUTPUTS = ("index-scalar",)  # `ntk` runs one sample by itself, where torch wants the number of an index without axes
 RUN = [case for case in CASES if case.id not in ASIDE]
 
 
@@ -229,7 +230,8 @@ def test_a_case_that_wants_numbers_is_refused_in_torchs_words(id: str) -> None:
 @pytest.mark.parametrize(("i", "case"), list(enumerate(RUN)), ids=[case.id for case in RUN])
 def test_every_quantity_stays_on_its_device(i: int, case: Case, recwarn: pytest.WarningsRecorder) -> None:
     """No tensor of psgrad's own strays, and results have the shape, dtype and device that they should."""
-    problem, quantities = made_on_meta(case), (*EACH, ONE_OF[i % len(ONE_OF)])
+    one = ONE_OF[i % len(ONE_OF)]
+    problem, quantities = made_on_meta(case), EACH if one is _outputs and case.id in NO_OUTPUTS else (*EACH, one)
     with Watch() as watch:
         results = [(quantity.__name__, *pair) for quantity in quantities for pair in quantity(*problem)]
     assert watch.found == []
