@@ -32,11 +32,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def long_product(a: Tensor, b: Tensor) -> Tensor:
     """a (M, K) times b (K, N): a sum of many outer products, as the gradient of a weight is.
 
-    oneDNN lays out its first operand anew, with the K in a row: the narrower of the two comes first.
+    oneDNN lays out its first operand anew, with the K in a row. Where that would copy more than it takes to begin with
+    `b` and to turn the result, `b` comes first.
     """
-    if a.shape[0] * b.numel() < LARGE:
+    (m, k), n = a.shape, b.shape[1]
+    if m * k * n < LARGE:
         return torch.mm(a, b)
-    if a.shape[0] > b.shape[1] and goes_to_onednn(b.mT, a.mT):
+    if k * n + m * n < k * m and goes_to_onednn(b.mT, a.mT):
         return kernels.linear_by_onednn(b.mT, a).mT.contiguous()
     return product(a, b)
 
