@@ -202,8 +202,9 @@ def compiled(quantity: str, task: Task) -> Ready:
 
 
 def torch_compiled(ready: Ready) -> Ready:
-    """A contender through torch.compile."""
-    call, started = torch.compile(ready.call), perf_counter()
+    """A contender through torch.compile, for the shapes of this task: others of the same code would be generalised."""
+    torch._dynamo.reset()
+    call, started = torch.compile(ready.call, dynamic=False), perf_counter()
     call()
     seconds = perf_counter() - started
     return Ready(call, ready.read, f"ready after {seconds:.0f} s", seconds)
