@@ -46,8 +46,10 @@ class Command(NamedTuple):
 
 
 def earlier(args: argparse.Namespace, run: Run) -> Iterable[Plan]:
-    """No tables, but the figures of other runs."""
-    run.records += [record for file in args.files for record in results.read(file)]
+    """No tables, but the figures of other runs; of what several have measured, that of the last file."""
+    measured = [record for file in args.files for record in results.read(file)]
+    last = {(r.kind, r.quantity, r.workload, r.n, r.contender): r for r in measured}
+    run.records += last.values()
     run.about["runs"] = [results.about(file) for file in args.files]
     return ()
 

@@ -68,6 +68,15 @@ def test_pages_are_filled_from_records(tmp_path: Path, monkeypatch: pytest.Monke
         assert pages.filled(text, measured()) == text
 
 
+def test_the_last_of_several_runs_counts(tmp_path: Path) -> None:
+    for i, best in enumerate((1.0, 2.0)):
+        run = Run({"command": "workloads"}, tmp_path / f"{i}.json")
+        run.records += [Record("time", "grads", "gpt", 7, "psgrad", Measured(best, 1.0, 3), best)]
+        run.save()
+    command.main(["read", str(tmp_path / "0.json"), str(tmp_path / "1.json"), "--json", str(tmp_path / "kept.json")])
+    assert [record.ratio for record in results.read(tmp_path / "kept.json")] == [2.0]
+
+
 def test_what_failed_is_said_and_what_is_missing_writes_nothing() -> None:
     page = "<!-- figures: memory -->\nold\n<!-- /figures -->\n"
     failed = [r for r in measured() if (r.contender, r.workload) != ("psgrad", "gpt")]
