@@ -15,9 +15,19 @@ from ..registry.rule import Call, Decline, Needs, Rule
 from ..torch_ import tracing
 
 
-def _unread(x: Tensor) -> Tensor:
-    """`x` for a kernel that asks for its shape alone: a compiled graph would write its numbers out once more."""
-    return torch.empty_like(x) if tracing.is_recorded() else x
+def _of_input(g: Tensor, x: Tensor, weight: Tensor, geometry: ConvGeometry, *transposed: Any) -> Tensor:
+    """The input's gradient, (N, B, C, *S) as `x` is; `transposed`: whether the convolution is, and its extra output.
+
+    Torch asks for the input, of which only the shape is read: a compiled graph would write its numbers out once more.
+    """
+    stride, padding, dilation, groups = geometry
+    shape = x.flatten(0, 1)
+    shape = torch.empty_like(shape) if tracing.is_recorded() else shape
+    gx, _, _ = torch.ops.aten.convolution_backward(
+        g.flatten(0, 1), shape, weight, None, stride, padding, dilation, *transposed, groups, [True, False, False]
+    )
+    found: Tensor = gx.unflatten(0, x.shape[:2])
+    return found
 
 
 def forward(
@@ -33,22 +43,7 @@ def backward(
 ) -> tuple[Tensor | None, list[Factor | None]]:
     weight, _ = params
     assert weight is not None
-    stride, padding, dilation, groups = geometry
-    gx = None
-    if needs.x:
-        gx = torch.ops.aten.convolution_backward(
-            g.flatten(0, 1),
-            _unread(x.flatten(0, 1)),
-            weight,
-            None,
-            stride,
-            padding,
-            dilation,
-            False,
-            [0] * len(stride),
-            groups,
-            [True, False, False],
-        )[0].unflatten(0, x.shape[:2])
+    gx = _of_input(g, x, weight, geometry, False, [0] * len(geometry.stride)) if needs.x else None
     factors: list[Factor | None] = [None, None]
     if needs.params[0]:
         factors[0] = Patches(x, g, geometry, tuple(weight.shape[2:]))
@@ -133,23 +128,8 @@ def transposed_backward(
     """The weight's gradient is that of the convolution which leads back, from the output to the input."""
     weight, _ = params
     assert weight is not None
-    (stride, padding, dilation, groups), extra = options
-    gx = None
-    if needs.x:
-        mask = [True, False, False]
-        gx = torch.ops.aten.convolution_backward(
-            g.flatten(0, 1),
-            _unread(x.flatten(0, 1)),
-            weight,
-            None,
-            stride,
-            padding,
-            dilation,
-            True,
-            extra,
-            groups,
-            mask,
-        )[0].unflatten(0, x.shape[:2])
+    geometry, extra = options
+    gx = _of_input(g, x, weight, geometry, True, extra) if needs.x else None
     factors: list[Factor | None] = [None, None]
     if needs.params[0]:
         kernel = tuple(weight.shape[2:])
