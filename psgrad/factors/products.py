@@ -1,6 +1,6 @@
 """Large products of matrices on the CPU, by the quicker of the two libraries that torch has there.
 
-torch gives products of float32 matrices to MKL, which on processors of other makers runs at half the speed of oneDNN,
+torch gives products of float32 matrices to MKL, which on AMD's processors runs at half the speed of oneDNN,
 torch's library for convolutions. A large product goes to oneDNN there. Everywhere else, and where somebody else has a
 say (autograd, a transform, a tracer, a tensor of another type), it is torch's own.
 """

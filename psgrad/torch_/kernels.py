@@ -47,23 +47,22 @@ def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float 
 # ---- products of matrices on the CPU ---------------------------------------------------------------------------
 
 
-def _is_by_intel() -> bool:
-    """Whether Intel made the processor; so it is taken to be where nothing says who did."""
-    maker = platform.processor()
+def _is_by_amd() -> bool:
+    """Whether AMD made the processor. Where Linux does not say so, Python may start a process to ask."""
     with suppress(OSError), Path("/proc/cpuinfo").open() as lines:
-        maker = next((line for line in lines if line.startswith("vendor_id")), maker)
-    return "AMD" not in maker
+        return any("AMD" in line for line in lines if line.startswith("vendor_id"))
+    return "AMD" in platform.processor()
 
 
 _ONEDNN_LINEAR: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)  # where torch has oneDNN
 
-# MKL keeps its kernels for 512 bits to Intel's processors; oneDNN has them for all.
+# MKL keeps its kernels for 512 bits to Intel's processors; oneDNN has them for AMD's, too.
 MKL_IS_BEHIND = (
     torch.backends.mkl.is_available()
     and torch.backends.mkldnn.is_available()
     and torch.backends.cpu.get_cpu_capability() == "AVX512"
     and _ONEDNN_LINEAR is not None
-    and not _is_by_intel()
+    and _is_by_amd()
 )
 
 
