@@ -63,6 +63,53 @@ def test_layouts(first: str, second: str, calls: list[Any]) -> None:
     close(gram_of(a.expand(M, K)), a.double().mT @ a.double())
 
 
+STACKS: dict[str, Callable[[int, int], Tensor]] = {
+    "rows": lambda m, n: torch.randn(3, m, n),
+    "columns": lambda m, n: torch.randn(3, n, m).mT,
+    "samples inside": lambda m, n: torch.randn(m, 3, n).transpose(0, 1),
+    "every other": lambda m, n: torch.randn(6, m, n)[::2],
+    "one for all": lambda m, n: torch.randn(m, n).expand(3, m, n),
+    "gaps": lambda m, n: torch.randn(3, m, 2 * n)[..., ::2],
+}
+
+
+@pytest.mark.parametrize("second", STACKS)
+@pytest.mark.parametrize("first", STACKS)
+def test_stacks_of_products(first: str, second: str, calls: list[Any]) -> None:
+    """One by one, into whatever memory is given; a second operand with gaps is left to MKL."""
+    a, b = STACKS[first](M, K), STACKS[second](K, N)
+    right = a.double() @ b.double()
+    close(products.batched_product(a, b), right)
+    assert len(calls) == (3 if second in ("rows", "columns", "every other", "one for all") else 0)
+    for place in (torch.empty(3, M, N), torch.empty(3, N, M).mT, torch.empty(3, M, 2 * N)[..., ::2]):
+        assert products.batched_product(a, b, place) is place
+        close(place.contiguous(), right)
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ((3, M // 2, K), (3, K, N // 2)),  # few multiply-adds
+        ((3, 16, 16 * K), (3, 16 * K, N)),  # few numbers of a result
+        ((2, 3, M, K), (2, 3, K, N)),
+        ((3, M, K), (1, K, N)),
+        ((0, M, K), (0, K, N)),
+        ((M, K), (K, N)),
+    ],
+)
+def test_stacks_that_are_torchs_own(a: tuple[int, ...], b: tuple[int, ...], calls: list[Any]) -> None:
+    left, right = torch.randn(a), torch.randn(b)
+    assert torch.equal(products.batched_product(left, right), left @ right)
+    assert not calls
+
+
+def test_stacks_that_do_not_fit(calls: list[Any]) -> None:
+    for a, b in (((3, M, K), (2, K, N)), ((3, M, K), (3, K + 1, N))):
+        with pytest.raises(RuntimeError, match=r"must match|Expected size"):
+            products.batched_product(torch.randn(a), torch.randn(b))
+    assert not calls
+
+
 @pytest.mark.parametrize("bias", [None, torch.randn(N), torch.randn(1).expand(N), torch.randn(2 * N)[::2]])
 @pytest.mark.parametrize("lead", [(M,), (4, M // 4), (2, 4, M // 8)])
 def test_linear(lead: tuple[int, ...], bias: Tensor | None, calls: list[Any]) -> None:
@@ -240,6 +287,30 @@ def test_large_products_of_a_graph(backend: str, calls: list[Any]) -> None:
         assert sum(op in ("aten.addmm.default", "aten.mm.default") for op in graph.ops) == 8 - ours
         torch.testing.assert_close(found, psgrad.clipped_grad(fn, params, batch, 0.5), rtol=1e-4, atol=1e-6)
         assert step.cache_info()[1:4] == (0, 1, (backend,))
+
+
+@pytest.mark.parametrize("backend", ["replay", "inductor"])
+def test_large_gradients_of_a_graph(backend: str, calls: list[Any]) -> None:
+    """Each sample's is a product of its own, into memory that whoever runs the graph has made."""
+    if backend == "inductor" and graphs.missing_compiler():
+        pytest.skip("no C++ compiler")
+    model = nn.Sequential(nn.Linear(K, N), nn.Tanh(), nn.Linear(N, 3))
+    fn, params = psgrad.from_module(model, lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten()))
+    step = psgrad.compile(psgrad.per_sample_grads, fn, backend=backend)
+    batch = torch.randn(3, M, K), torch.randint(3, (3, M))
+    held = [step(params, batch)]
+    calls.clear()
+    for _ in range(3):
+        batch = torch.randn(3, M, K), torch.randint(3, (3, M))
+        found = step(params, batch)
+        right = loop_grads(fn, params, batch)
+        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-6)
+        held.append(found)
+    assert len({g["0.weight"].data_ptr() for g in held}) == 4
+    assert calls.count(((N, M), (K, M))) == 9  # three samples, three calls
+    (graph,) = [g for world in step._worlds for entry in world.entries.values() for g in entry.graphs]
+    assert graph.ops.count("psgrad.batched_product.default") == 1
+    assert step.cache_info()[1:4] == (0, 1, (backend,))
 
 
 def test_every_quantity_of_a_wide_net(calls: list[Any]) -> None:

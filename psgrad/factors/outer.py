@@ -13,7 +13,7 @@ from . import assumptions, costs, huge_pages
 from .base import Factor, Kron, NormMemo
 from .maps import Side, applied, gram_of
 from .numerics import cast, lost_below, norms_of, scaled, vanishing, wide_norms, widened, widest
-from .products import long_product, product
+from .products import batched_product, long_product, product
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +57,7 @@ class Outer(Factor):
             g, x = g.unsqueeze(2), x.unsqueeze(1)
             product: Callable[..., Tensor] = torch.mul
         else:
-            g, product = g.mT, torch.matmul
+            g, product = g.mT, batched_product
         if out is None:
             shape = (*g.shape[:-1], x.shape[-1])  # (N, [H,] O, I)
             if not huge_pages.is_large(shape, g):

@@ -5,13 +5,17 @@ torch's library for convolutions. A large product goes to oneDNN there. Everywhe
 say (autograd, a transform, a tracer, a tensor of another type), it is torch's own.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..torch_ import kernels, levels, tracing
+from . import huge_pages
 
 LARGE = 1 << 23  # multiply-adds; of fewer, oneDNN's call costs as much as it saves
+LARGE_RESULT = 1 << 15  # numbers, for products one by one: of fewer, laying out the operands anew costs more
 PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -41,6 +45,28 @@ def long_product(a: Tensor, b: Tensor) -> Tensor:
     if k * n + m * n < k * m and goes_to_onednn(b.mT, a.mT):
         return kernels.linear_by_onednn(b.mT, a).mT.contiguous()
     return product(a, b)
+
+
+def batched_product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """a (N, M, K) times b (N, K, L), written to `out` where it is given; or as torch.matmul has it.
+
+    oneDNN has no call for many products: large ones are taken one by one, and copied while they are in the cache.
+    """
+    if not (are_large(a.shape, b.shape) and goes_to_onednn(a[0], b[0])):
+        return torch.matmul(a, b) if out is None else torch.matmul(a, b, out=out)
+    if out is None:
+        out = huge_pages.empty((*a.shape[:2], b.shape[2]), a)
+    for left, right, place in zip(a.unbind(), b.unbind(), out.unbind(), strict=True):
+        place.copy_(kernels.linear_by_onednn(left, right.mT))
+    return out
+
+
+def are_large(a: Sequence[int], b: Sequence[int]) -> bool:
+    """Whether products (N, M, K) times (N, K, L) are worth a call of oneDNN each."""
+    if len(a) != 3 or len(b) != 3 or not kernels.MKL_IS_BEHIND:
+        return False
+    (n, m, k), size = a, b[2]
+    return m * k * size >= LARGE and m * size >= LARGE_RESULT and n > 0 and b[:2] == (n, k)
 
 
 def goes_to_onednn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> bool:

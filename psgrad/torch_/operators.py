@@ -65,21 +65,27 @@ def mutates(func: Any) -> bool:
     return any(op._schema.is_mutable for op in _overloads(func))
 
 
-def as_one_op(schema: str, when: Callable[[], bool]) -> Callable[[F], F]:
-    """`function` as one op `when` ops are recorded for a graph of ours: it runs as written whenever the graph does.
+def one_op(schema: str, function: Callable[..., Any]) -> Any:
+    """`function` as one op, for graphs of ours: it runs as written whenever a graph does.
 
-    A loop over a thousand steps is then one node, and not ten thousand. Nobody differentiates it. The schema
-    ("psgrad::name(...) -> ...") says what is changed in place; what is returned has memory of its own. Sizes come from
-    running it on tensors without values.
+    Nobody differentiates it. The schema ("psgrad::name(...) -> ...") says what is changed in place; what is returned
+    has memory of its own. Sizes come from running it on tensors without values.
+    """
+    written = schema.partition("(")[0]
+    name = unused(written)
+    torch.library.define(name, schema.removeprefix(written), tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.impl(name, "CompositeExplicitAutograd", function)
+    space, _, own = name.partition("::")
+    return getattr(getattr(torch.ops, space), own).default
+
+
+def as_one_op(schema: str, when: Callable[[], bool]) -> Callable[[F], F]:
+    """`function` as one op `when` ops are recorded for a graph of ours. A loop over a thousand steps is then one node,
+    and not ten thousand.
     """
 
     def registered(function: F) -> F:
-        written = schema.partition("(")[0]
-        name = unused(written)
-        torch.library.define(name, schema.removeprefix(written), tags=(torch.Tag.pt2_compliant_tag,))
-        torch.library.impl(name, "CompositeExplicitAutograd", function)
-        space, _, own = name.partition("::")
-        op = getattr(getattr(torch.ops, space), own).default
+        op = one_op(schema, function)
 
         @wraps(function)
         def called(*args: Any) -> Any:
