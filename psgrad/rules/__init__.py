@@ -1,7 +1,7 @@
 """The rules, one file per family of ops. A new op is a file here and a line below."""
 
 from ..registry.rule import Entry, fill
-from . import attention, conv, elementwise, embedding, experts, linear, loss, norm, recurrence, recurrent
+from . import attention, conv, elementwise, embedding, experts, linear, loss, norm, quick_steps, recurrence, recurrent
 
 _FAMILIES: tuple[Entry, ...] = (
     *linear.RULES,
