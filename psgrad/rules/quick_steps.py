@@ -5,7 +5,7 @@ calls.
 """
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ..torch_ import cpp, tracing
-from ..torch_.operators import in_compiled_code
 from . import steps
 
 
@@ -32,7 +31,11 @@ class Loop(NamedTuple):
             return self.written(*args)
         made = [torch.empty_like(t) for t in self.likes(*args)]
         if has_values:
-            length, (_, rows, _), width = len(made[0]) if made else len(given[0]) - 1, given[0].shape, given[-1].shape[1]
+            length, (_, rows, _), width = (
+                len(made[0]) if made else len(given[0]) - 1,
+                given[0].shape,
+                given[-1].shape[1],
+            )
             *_, relu, reverse = [False, *(flag for flag in args if isinstance(flag, bool))]
             sizes = length, rows, width, torch.get_num_threads(), reverse, relu
             cpp.call(_library(), self.name, [*given, *made], sizes)
@@ -56,12 +59,11 @@ def can_run() -> bool:
     return _library() is not None
 
 
-for _loop in (
+LOOPS = (
     Loop("lstm", steps.lstm, 4, lambda gates, h, c, *_: (c[1:], c[1:])),
     Loop("lstm_back", steps.lstm_back, 7, lambda dh, dc, gates, *_: (gates,)),
     Loop("gru", steps.gru, 4, lambda gates, h, inner, *_: (inner,)),
     Loop("gru_back", steps.gru_back, 6, lambda dh, gates, *_: (gates, gates)),
     Loop("rnn", steps.rnn, 2, lambda *_: ()),
     Loop("rnn_back", steps.rnn_back, 3, lambda *_: ()),
-):
-    in_compiled_code(_loop.written, _loop.run, can_run)
+)

@@ -28,4 +28,6 @@ def library(source: str) -> ctypes.CDLL | None:
 def call(library: ctypes.CDLL, name: str, tensors: Sequence[Tensor], numbers: Sequence[int]) -> None:
     """Call `name`_float or `name`_double(T* const* tensors, const int64_t* numbers)."""
     function = getattr(library, f"{name}_{DTYPES[tensors[0].dtype]}")
-    function((ctypes.c_void_p * len(tensors))(*[t.data_ptr() for t in tensors]), (ctypes.c_int64 * len(numbers))(*numbers))
+    function(
+        (ctypes.c_void_p * len(tensors))(*[t.data_ptr() for t in tensors]), (ctypes.c_int64 * len(numbers))(*numbers)
+    )
