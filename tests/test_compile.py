@@ -27,7 +27,8 @@ from psgrad.compilation.recording import Recording
 from psgrad.compilation.sizes import padded_size
 from psgrad.compilation.surroundings import Surroundings
 from psgrad.factors import conv_costs, warm_memory
-from psgrad.torch_ import graphs
+from psgrad.rules import quick_steps
+from psgrad.torch_ import cpp, graphs
 
 from .cases import CASES, Case, N
 
@@ -1870,18 +1871,34 @@ def test_packed_sequences_in_one_graph() -> None:
 
 
 @pytest.mark.parametrize("name", ["lstm", "lstm-projections", "gru", "rnn"])
-def test_recurrent_layers_by_the_compiler(name: str) -> None:
-    """Around the loops as well, by kernels called from C++ or from Python."""
+def test_recurrent_layers_by_the_compiler(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Around the loops as well, by kernels called from C++ or from Python; the loops are C++ but for projections."""
     if not has_compiler():
         pytest.skip("no C++ compiler")
+    ran: list[str] = []
+    call = cpp.call
+    monkeypatch.setattr(cpp, "call", lambda *args: [ran.append(args[1]), call(*args)])
     torch.manual_seed(0)
     fn, params = psgrad.from_module(RECURRENT[name][0]().double(), lambda y, target: (y[0].mean(-1) * target).sum())
     for n in (N, 64) if name == "lstm" else (N,):
         step = psgrad.compile(psgrad.clipped_grad, fn, backend="inductor", max_norm=0.5)
         for _ in range(2):
+            ran.clear()
             check(step, params, (torch.randn(n, 70, 3, dtype=D), torch.randn(n, 70, dtype=D)))
+            assert ran == ([] if name == "lstm-projections" else [name] * 2 + [f"{name}_back"] * 2)
         assert step.cache_info()[:4] == (2, 0, 1, ("inductor",))
         assert len(_loops(step)) == 4
+
+
+def test_loops_are_of_torchs_ops_where_cpp_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_compiler():
+        pytest.skip("no C++ compiler")
+    monkeypatch.setattr(quick_steps, "_library", lambda: None)
+    monkeypatch.delattr(cpp, "call")
+    fn, params = psgrad.from_module(nn.RNN(3, 4, batch_first=True).double(), lambda y, target: (y[0] * target).sum())
+    step = psgrad.compile(psgrad.per_sample_norms, fn, backend="inductor")
+    check(step, params, (torch.randn(N, 9, 3, dtype=D), torch.randn(N, 9, 4, dtype=D)))
+    assert step.cache_info()[:4] == (1, 0, 1, ("inductor",))
 
 
 def test_a_recurrent_layer_in_one_graph_with_a_step() -> None:

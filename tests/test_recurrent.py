@@ -11,6 +11,8 @@ from torch.func import functional_call, grad
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence, pad_sequence
 
 import psgrad
+from psgrad.rules import quick_steps, steps
+from psgrad.torch_ import cpp, graphs, operators
 
 from . import strategies as some
 from .cases import default_dtype, loss
@@ -304,3 +306,112 @@ def test_cells(
         used = psgrad.testing.rules_used(fn, tree, batch_of, in_dims=in_dims)
         for name in params:
             assert used[f"params[{name!r}]"] == [kind] * steps
+
+
+# ---- loops in C++ ------------------------------------------------------------------------------------------
+
+Arguments = list[Any]
+
+
+def loops(n: int, h: int, reverse: bool, dtype: torch.dtype) -> dict[str, tuple[Any, Arguments]]:
+    """Each loop over time, with arguments of n sequences and width h."""
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=dtype) / 2
+
+    length = 5
+    each, slots, weight = (length, n, h), (length + 1, n, h), draw(4 * h, h)
+    four, three = draw(length, n, 4 * h), draw(length, n, 3 * h)
+    u, s = draw(*each).tanh(), draw(*each).tanh()
+    back = [draw(*slots), draw(n, h), four.sigmoid(), draw(*slots), u, s, weight, None, reverse]
+    gru_back = [draw(*slots), three.sigmoid(), draw(*slots), u, draw(*each), weight[: 3 * h], reverse]
+    return {
+        "lstm": (steps.lstm, [four, draw(*slots), draw(*slots), weight, None, reverse]),
+        "lstm_back": (steps.lstm_back, back),
+        "gru": (steps.gru, [three, draw(*slots), draw(*each), weight[: 3 * h], reverse]),
+        "gru_back": (steps.gru_back, gru_back),
+        "rnn": (steps.rnn, [draw(*slots), weight[:h], False, reverse]),
+        "rnn_back": (steps.rnn_back, [draw(*slots), draw(*slots).tanh(), weight[:h], False, reverse]),
+        "rnn relu": (steps.rnn, [draw(*slots), weight[:h], True, reverse]),
+        "rnn_back relu": (steps.rnn_back, [draw(*slots), draw(*slots).relu(), weight[:h], True, reverse]),
+    }
+
+
+def outcome(name: str, loop: Any, args: Arguments) -> list[Tensor]:
+    """What a loop returns, and what it leaves in its arguments."""
+    args = [t.clone() if isinstance(t, Tensor) else t for t in args]
+    found = loop(*args)
+    left = [t for t in args if isinstance(t, Tensor)]
+    if name == "lstm":
+        i, f, _, o = left[0].chunk(4, -1)  # where the update was is nobody's
+        left[0] = torch.cat([i, f, o], -1)
+    return [*left, *([] if found is None else [found] if isinstance(found, Tensor) else found)]
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of what is called in C++."""
+    if graphs.missing_compiler() is not None:
+        pytest.skip("no C++ compiler")
+    names: list[str] = []
+    call = cpp.call
+    monkeypatch.setattr(cpp, "call", lambda *args: [names.append(args[1]), call(*args)])
+    return names
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(("n", "h"), [(1, 1), (5, 3), (9, 16), (23, 33)])
+def test_loops_in_cpp(
+    n: int, h: int, reverse: bool, dtype: torch.dtype, called: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same numbers as by torch's ops, and to the bit the same however many threads there are."""
+    torch.manual_seed(0)
+    for name, (loop, args) in loops(n, h, reverse, dtype).items():
+        way = operators.compiled_ways([loop.op])[loop.op]
+        expected, found = outcome(name, loop, args), []
+        for threads in (1, 3):
+            monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+            found.append(outcome(name, way, args))
+            assert called.pop() == name.split()[0]
+        for a, b, c in zip(expected, *found, strict=True):
+            torch.testing.assert_close(b, a)
+            assert torch.equal(b, c)
+            assert b.stride() == a.stride()
+
+
+def test_loops_in_cpp_let_nan_through(called: list[str]) -> None:
+    """Into the rows that have them, and into no other."""
+    torch.manual_seed(0)
+    for name, (loop, args) in loops(6, 5, False, torch.float64).items():
+        args[0][2, 4] = torch.nan
+        way = operators.compiled_ways([loop.op])[loop.op]
+        for a, b in zip(outcome(name, loop, args), outcome(name, way, args), strict=True):
+            torch.testing.assert_close(b, a, equal_nan=True)
+    assert len(called) == 8
+
+
+def test_what_is_not_for_loops_in_cpp(called: list[str]) -> None:
+    """Runs by torch's ops: half precision, a weight with gaps, projections."""
+    torch.manual_seed(0)
+    way = operators.compiled_ways([steps.lstm.op])[steps.lstm.op]
+    gates, h, c, weight, _, reverse = loops(4, 3, False, torch.float64)["lstm"][1]
+    for args in (
+        [gates.bfloat16(), h.bfloat16(), c.bfloat16(), weight.bfloat16(), None, reverse],
+        [gates, h, c, weight.mT.contiguous().mT, None, reverse],
+        [gates, h[..., :2].contiguous(), c, weight[:, :2].contiguous(), torch.randn(2, 3).double(), reverse],
+    ):
+        for a, b in zip(outcome("", steps.lstm, args), outcome("", way, args), strict=True):
+            assert torch.equal(a, b)
+    assert not called
+
+
+def test_without_a_compiler_loops_are_of_torchs_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "missing_compiler", lambda: "there is none")
+    assert cpp.library("int nothing_of_it_is_compiled;") is None
+    monkeypatch.setattr(quick_steps, "_library", lambda: None)
+    assert operators.compiled_ways([steps.lstm.op, torch.ops.aten.mm.default]) == {}
+
+
+def test_what_does_not_compile_is_no_error() -> None:
+    assert cpp.library("this is not C++") is None

@@ -1,7 +1,8 @@
 """The rules, one file per family of ops. A new op is a file here and a line below."""
 
 from ..registry.rule import Entry, fill
-from . import attention, conv, elementwise, embedding, experts, linear, loss, norm, recurrence, recurrent
+from ..torch_.operators import in_compiled_code
+from . import attention, conv, elementwise, embedding, experts, linear, loss, norm, quick_steps, recurrence, recurrent
 
 _FAMILIES: tuple[Entry, ...] = (
     *linear.RULES,
@@ -17,3 +18,5 @@ _FAMILIES: tuple[Entry, ...] = (
 )
 for _rule in _FAMILIES:
     fill(_rule)
+for _loop in quick_steps.LOOPS:
+    in_compiled_code(_loop.written, _loop.run, quick_steps.can_run)

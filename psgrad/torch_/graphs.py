@@ -13,6 +13,7 @@ from torch._C._dynamo import guards
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from . import tracing, versions
+from .operators import compiled_ways
 
 Graph = torch.fx.GraphModule
 Runner = Callable[..., Sequence[Tensor]]  # a graph at work: tensors in, tensors out
@@ -147,8 +148,10 @@ def _compiled(graph: Graph, inputs: Sequence[Tensor], empty: Allocator | None, f
     copy = Graph(torch.nn.Module(), torch.fx.Graph())
     output = copy.graph.graph_copy(graph.graph, {})
     copy.graph.output(output)
+    on_cpu = all(t.device.type == "cpu" for t in inputs)
+    ways = compiled_ways(node.target for node in copy.graph.nodes) if on_cpu else {}
     for node in copy.graph.nodes:
-        node.meta = {}
+        node.meta, node.target = {}, ways.get(node.target, node.target)
     copy.recompile()
     inside: list[Any] = []
 

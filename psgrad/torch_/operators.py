@@ -1,6 +1,6 @@
 """Operators of torch.ops as a mode sees them called, and the custom ones of torch.library."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -91,9 +91,27 @@ def as_one_op(schema: str, when: Callable[[], bool]) -> Callable[[F], F]:
         def called(*args: Any) -> Any:
             return op(*args) if when() else function(*args)
 
+        called.op = op  # type: ignore[attr-defined]
         return called  # type: ignore[return-value]
 
     return registered
+
+
+_COMPILED: dict[Any, tuple[Any, Callable[[], bool]]] = {}  # an op: another, that does the same; whether it can
+
+
+def in_compiled_code(function: Any, other: Callable[..., Any], can_run: Callable[[], bool]) -> None:
+    """Compiled code calls `other`, which does the same, for the op that `as_one_op` made of `function`.
+
+    `can_run` is asked when code is compiled that has the op in it.
+    """
+    name, *rest = str(function.op._schema).partition("(")
+    _COMPILED[function.op] = one_op("".join([f"{name}_compiled", *rest]), other), can_run
+
+
+def compiled_ways(ops: Iterable[Any]) -> dict[Any, Any]:
+    """What compiled code calls in place of some of these ops, by the op."""
+    return {op: other for op in {*ops} & {*_COMPILED} for other, can_run in [_COMPILED[op]] if can_run()}
 
 
 def unused(name: str) -> str:

@@ -60,6 +60,7 @@ COMPILER: Mapping[str, str] = {  # the same of torch's compiler, which takes a s
     "torch._guards": "TracingContext.try_get",
     "torch._inductor.compile_fx": "compile_fx compile_fx_inner",
     "torch._inductor": "config",
+    "torch._inductor.codecache": "CppCodeCache.load",
     "torch._inductor.cpp_builder": "get_cpp_compiler",
     "torch._dynamo": "nonstrict_trace",
     "torch._higher_order_ops.flat_apply": "FlatApply",
