@@ -12,12 +12,13 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import optree
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from torch import Tensor, nn
@@ -630,13 +631,54 @@ def test_what_is_let_go_during_a_call_with_a_bound_is_not_kept() -> None:
     assert kept() == 0
 
 
-def test_kept_blocks_are_offered_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    offered: list[int] = []
-    monkeypatch.setattr(huge_pages, "offer", lambda block: offered.append(len(block)))
+@pytest.fixture
+def offered(monkeypatch: pytest.MonkeyPatch) -> list[mmap.mmap]:
+    """The blocks that the system is offered from now on."""
+    found: list[mmap.mmap] = []
+    monkeypatch.setattr(huge_pages, "offer", found.append)
+    return found
+
+
+def test_kept_blocks_are_offered_to_the_system(monkeypatch: pytest.MonkeyPatch, offered: list[mmap.mmap]) -> None:
+    monkeypatch.setattr(warm_memory, "OURS", SIZE - 1)
     t = result()
     assert not offered
     del t
-    assert offered == [SIZE]
+    assert [len(block) for block in offered] == [SIZE]
+
+
+def test_as_much_as_malloc_keeps_is_not_offered(offered: list[mmap.mmap]) -> None:
+    """Neither in a loop, where it would have to be asked for anew each time, nor of many blocks that come back."""
+    warm_memory.begin(bounded=False)
+    for _ in range(100):
+        result()
+    assert not offered
+    held = [lent(SIZE // 4) for _ in range(2 * warm_memory.OURS // SIZE)]
+    held.clear()
+    assert kept() == 2 * warm_memory.OURS
+    assert sum(map(len, offered)) == warm_memory.OURS
+
+
+@pytest.mark.usefixtures("small_blocks")
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(steps=st.lists(st.integers(-5, 9), max_size=60))
+def test_what_is_not_offered_is_bounded_in_any_order(steps: list[int]) -> None:
+    """Blocks of many sizes are lent, or the one at some place comes back."""
+    pool().__init__()  # type: ignore[misc]
+    warm_memory.begin(bounded=False)
+    offered, held = list[mmap.mmap](), list[Tensor]()
+    with (
+        mock.patch.object(huge_pages, "offer", offered.append),
+        mock.patch.object(warm_memory, "OURS", 20 * mmap.PAGESIZE),
+    ):
+        for step in steps:
+            if step > 0:
+                held.append(lent(step * mmap.PAGESIZE // 4))
+            elif held:
+                held.pop(step % len(held))
+            blocks = [block for own in pool().kept.values() for block in own]
+            offered[:] = [block for block in offered if block in blocks]  # what is lent is written to
+            assert sum(len(block) for block in blocks if block not in offered) <= warm_memory.OURS
 
 
 @pytest.mark.parametrize("size", [1 << 20, 2 << 20, 9 << 20])
