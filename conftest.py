@@ -23,7 +23,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 torch.set_num_threads(1)  # tests are small and run in parallel processes
 
 # Files of tests that take seconds each, the longest first: parallel workers then share short tests at the end.
-LONG = ("notebooks", "types", "docs", "benchmarks", "memory", "fully_shard", "programs")
+LONG = ("notebooks", "types", "docs", "compile", "fully_shard", "memory", "benchmarks", "programs", "op_db", "package")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
