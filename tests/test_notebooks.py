@@ -30,8 +30,11 @@ SHORTER = {
     },
     "05_which_samples_matter": {"seeds = (0, 1, 2)": "seeds = (0,)"},
     "06_natural_gradient": {
-        '"SGD": (0.01, 0.03, 0.06, 0.1), "Adam": (0.01, 0.03, 0.1, 0.3)': '"SGD": (0.06,), "Adam": (0.03,)',
-        '"SGD": (0.003, 0.01, 0.03, 0.1), "Adam": (0.001, 0.003, 0.01, 0.03)': '"SGD": (0.03,), "Adam": (0.01,)',
+        "(0.01, 0.03, 0.06, 0.1)": "(0.06,)",
+        "(0.01, 0.03, 0.1, 0.3)": "(0.03,)",
+        "(0.003, 0.01, 0.03, 0.1)": "(0.03,)",
+        "(0.001, 0.003, 0.01, 0.03)": "(0.01,)",
+        "(0.001, 0.01, 0.1, 1.0)": "(0.01,)",
     },
 }
 
@@ -47,8 +50,10 @@ def execute(path: Path, shorter: bool = False) -> Any:
     """The notebook at `path`, run afresh by this interpreter, perhaps with `shorter` loops; the file is only read."""
     notebook = nbformat.read(path, as_version=4)
     for text, other in SHORTER.get(path.stem, {}).items() if shorter else ():
-        (cell,) = [cell for cell in notebook.cells if cell.cell_type == "code" and text in cell.source]
-        cell.source = cell.source.replace(text, other)
+        cells = [cell for cell in notebook.cells if cell.cell_type == "code" and text in cell.source]
+        assert cells, f"{path.stem} has no {text}"
+        for cell in cells:
+            cell.source = cell.source.replace(text, other)
     client = NotebookClient(
         notebook,
         kernel_name="python3",
