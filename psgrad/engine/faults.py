@@ -114,8 +114,8 @@ def _misses(differs: Differs, input: Any = None, weight: Any = None, *_: Any, **
     return differs(weight) and _is_out_of_range(input, weight.shape[0])
 
 
-def _has_no_class(_: Differs, tensor: Any = None, num_classes: Any = -1, *__: Any, **___: Any) -> bool:
-    return isinstance(num_classes, int) and num_classes > 0 and _is_out_of_range(tensor, num_classes)
+def _has_no_class(_: Differs, input: Any = None, num_classes: Any = -1, *__: Any, **___: Any) -> bool:
+    return isinstance(num_classes, int) and num_classes > 0 and _is_out_of_range(input, num_classes)
 
 
 def _unpadded(input: Tensor, weight: Tensor, padding_idx: int, *args: Any, **kwargs: Any) -> Call:
