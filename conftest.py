@@ -21,9 +21,10 @@ hypothesis.settings.register_profile("thorough", max_examples=1000, **_SHARED)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 
 torch.set_num_threads(1)  # tests are small and run in parallel processes
+gc.set_threshold(20_000, 20, 100)  # else pytest's own objects have the collector run with every test: 4 % of the time
 
 # Files of tests that take seconds each, the longest first: parallel workers then share short tests at the end.
-LONG = ("notebooks", "types", "docs", "benchmarks", "memory", "fully_shard", "programs")
+LONG = ("notebooks", "types", "docs", "compile", "fully_shard", "memory", "benchmarks", "programs", "op_db", "package")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -290,10 +290,22 @@ MISTAKES = {  # which torch refuses, and its vmap does not
     "embedding of a parameter, below": (lambda p, i: F.embedding(i - 1, p).sum(), IndexError),
     "embedding of a parameter, above": (lambda p, i: F.embedding(i + 1, p).sum(), IndexError),
     "embedding of a table per sample": (lambda p, i: F.embedding(i - 1, p * (1 + i)).sum(), IndexError),
+    "embedding, by names": (lambda p, i: F.embedding(weight=p * (1 + i), input=i - 1).sum(), IndexError),
     "one_hot": (lambda p, i: (F.one_hot(i, 2) * p[0, 0]).sum(), RuntimeError),
+    "one_hot, by names": (lambda p, i: (F.one_hot(input=i, num_classes=2) * p[0, 0]).sum(), RuntimeError),
     "index_fill": (lambda p, i: torch.index_fill(p * i, 0, torch.tensor([4]), 1.0).sum(), IndexError),
     "select_scatter": (lambda p, i: torch.select_scatter(p * i, p[0], 0, 3).sum(), IndexError),
 }
+
+
+def test_faults_are_known_by_the_names_of_arguments() -> None:
+    """And what vmap gets right of these functions is left to it."""
+    p, x = torch.rand(3, 4), torch.rand(5, 3, 4)
+    assert not warnings_of(lambda p, x: torch.roll(input=(p * x).sum(), shifts=2) * x.sum(), p, x)
+    assert not warnings_of(lambda p, x: (torch.roll(input=p * x, shifts=1, dims=0) * x).sum(), p, x)
+    index = lambda x: (x[0, 0] > 0.5).long()
+    assert not warnings_of(lambda p, x: torch.index_select(input=p * x, dim=1, index=index(x)).sin().sum(), p, x)
+    assert not warnings_of(lambda p, x: F.embedding(weight=p * x, input=index(x), padding_idx=1).square().sum(), p, x)
 
 
 @pytest.mark.parametrize("name", MISTAKES)

@@ -106,7 +106,7 @@ def _run_forward(problem: Problem, mode: Mode) -> Sampled:
     mode.level = level = levels.enter(n, problem.randomness)
     try:
         out = _forward(problem, mode, mode.track_roots(problem.name, roots, leaves))
-        losses = levels.unwrap(out.loss, n, level)
+        losses = levels.lower(out.loss, n, level)
         aux = [levels.unwrap(a, n, level) for a in out.aux] if out.aux else []
     except (Exception, Diverged, NeedsLoop) as error:  # most likely samples are to run in another way, from the start
         told = isinstance(error, PsgradError) or is_out_of_memory(error)

@@ -11,12 +11,12 @@ from ..factors import assumptions, costs, warm_memory
 from ..factors.base import Factor, NormMemo, without_zero_weights
 from ..factors.dense import Dense
 from ..factors.numerics import wide
-from ..factors.pullback import Pullback, pull_rows, pull_sums
+from ..factors.pullback import Pullback, pull, pull_rows, pull_sums
 from ..factors.region import Region
 from ..factors.sum import Placement, Sum, as_stored, sum_of
 from ..registry.params import Param, Source
 from ..torch_ import tracing
-from ..torch_.autograd import in_full_precision
+from ..torch_.autograd import full_precision, in_full_precision
 from .problem import Problem
 
 
@@ -94,11 +94,6 @@ class DenseCollector(Collector):
         else:
             written.add_(whole.dense(warm_memory.empty(shape, like)))
 
-    @in_full_precision
-    def _write_all(self) -> None:
-        for i in list(self.later):
-            self._write(i, self.params[i])
-
     def pull(self, derived: Sequence[Source], roots: Sequence[Source]) -> None:
         for source in derived:
             self._write(source.index, source.value)
@@ -158,7 +153,9 @@ class DenseCollector(Collector):
     def result(self) -> list[Tensor]:
         """The gradients of every parameter; zeros where nothing used it."""
         if self.later:
-            self._write_all()
+            with full_precision():
+                for i in list(self.later):
+                    self._write(i, self.params[i])
         if len(self.grads) < len(self.params):
             for i, p in enumerate(self.params):
                 if i not in self.grads:
@@ -219,8 +216,7 @@ class FactorCollector(Collector):
         values = tuple(source.traced() for source in derived)
         sums = tuple(own for s in derived if (own := sum_of(self.terms.pop(s.index), s.value.shape)) is not None)
         traced = [source.traced() for source in roots]
-        zeros = [torch.zeros_like(value) for value in values]
-        reached = torch.autograd.grad(values, traced, zeros, allow_unused=True, retain_graph=True)
+        reached = pull(values, traced, list(map(torch.zeros_like, values)))
         for source, root, grad in zip(roots, traced, reached, strict=True):
             if grad is not None:
                 term = Placement(None, Pullback(sums, values, root))
@@ -277,14 +273,11 @@ class NormCollector(FactorCollector):
     def norms(self) -> list[Tensor | None]:
         """Norms (N,) of every parameter; None where all are zero."""
         if self.terms:
-            self._take_kept()
+            with full_precision():
+                for i in sorted(self.terms):
+                    if (own := self._sum(i)) is not None:
+                        self.taken[i] = own.norms_with(self.memo)
         return list(map(self.taken.get, range(len(self.params))))
-
-    @in_full_precision
-    def _take_kept(self) -> None:
-        for i in sorted(self.terms):
-            if (own := self._sum(i)) is not None:
-                self.taken[i] = own.norms_with(self.memo)
 
 
 class LateNormCollector(NormCollector):

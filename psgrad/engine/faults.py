@@ -23,24 +23,20 @@ Differs = Callable[[Any], bool]  # whether an argument differs between samples, 
 class Fault(NamedTuple):
     functions: tuple[Callable[..., Any], ...]
     what: str  # that vmap does
-    meant: Callable[[Differs, tuple[Any, ...], dict[str, Any]], bool]
+    meant: Callable[..., bool]  # of `Differs` and the call's arguments, which may not be what the op takes
     instead: Callable[..., Call | None] | None = None  # of the call's arguments; None: the op runs in a loop
 
 
-def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], at: int, name: str) -> Any:
-    return args[at] if len(args) > at else kwargs.get(name)
-
-
-def _always(differs: Differs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _always(*_: Any, **__: Any) -> bool:
     return True
 
 
-def _is_scalar(differs: Differs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return isinstance(args[0], Tensor) and args[0].dim() == 0
+def _is_scalar(_: Differs, input: Any = None, *__: Any, **___: Any) -> bool:
+    return isinstance(input, Tensor) and input.dim() == 0
 
 
-def _is_bare(differs: Differs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return len(args) == 1 and not kwargs
+def _is_bare(_: Differs, t: Tensor, *args: Any, **kwargs: Any) -> bool:
+    return not args and not kwargs
 
 
 def _selected(input: Tensor, src: Tensor, dim: int, index: int) -> Call | None:
@@ -52,8 +48,7 @@ def _selected(input: Tensor, src: Tensor, dim: int, index: int) -> Call | None:
     return torch.cat, (parts, dim), {}
 
 
-def _has_scalar_index(differs: Differs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    index = _argument(args, kwargs, 2, "index")
+def _has_scalar_index(_: Differs, input: Any = None, dim: Any = None, index: Any = None, *__: Any, **___: Any) -> bool:
     return isinstance(index, Tensor) and index.dim() == 0
 
 
@@ -101,8 +96,8 @@ def _is_changed(name: str) -> Callable[..., Call]:
     return changed
 
 
-def _pads(differs: Differs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return differs(_argument(args, kwargs, 1, "weight")) and _argument(args, kwargs, 2, "padding_idx") is not None
+def _pads(differs: Differs, input: Any = None, weight: Any = None, padding_idx: Any = None, *_: Any, **__: Any) -> bool:
+    return padding_idx is not None and differs(weight)
 
 
 def _is_out_of_range(indices: Any, size: int, least: int = 0) -> bool:
@@ -115,14 +110,12 @@ def _is_out_of_range(indices: Any, size: int, least: int = 0) -> bool:
     return decide(lambda: ((indices < least) | (indices >= size)).any())
 
 
-def _misses(differs: Differs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    weight = _argument(args, kwargs, 1, "weight")
-    return differs(weight) and _is_out_of_range(_argument(args, kwargs, 0, "input"), weight.shape[0])
+def _misses(differs: Differs, input: Any = None, weight: Any = None, *_: Any, **__: Any) -> bool:
+    return differs(weight) and _is_out_of_range(input, weight.shape[0])
 
 
-def _has_no_class(differs: Differs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    count = _argument(args, kwargs, 1, "num_classes")
-    return isinstance(count, int) and count > 0 and _is_out_of_range(args[0], count)
+def _has_no_class(_: Differs, input: Any = None, num_classes: Any = -1, *__: Any, **___: Any) -> bool:
+    return isinstance(num_classes, int) and num_classes > 0 and _is_out_of_range(input, num_classes)
 
 
 def _unpadded(input: Tensor, weight: Tensor, padding_idx: int, *args: Any, **kwargs: Any) -> Call:
@@ -171,4 +164,4 @@ FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(function for fault in TABLE
 
 def fault_of(func: Any, args: Any, kwargs: Any, differs: Differs) -> Fault | None:
     """The fault that a call would meet."""
-    return next((f for f in TABLE if func in f.functions and f.meant(differs, args, kwargs)), None)
+    return next((f for f in TABLE if func in f.functions and f.meant(differs, *args, **kwargs)), None)

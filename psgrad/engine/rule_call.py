@@ -112,14 +112,12 @@ class DeferredCalls:
     edges: list[GradientEdge] = field(default_factory=list)  # of the outputs as made: `fn` may change them in place
     calls: list[tuple[BoundRule, Tensor, int, list[int], torch.Size | None]] = field(default_factory=list)
 
-    def takes(self, bound: BoundRule, x: Tensor) -> bool:
-        """Whether a call is small enough to be added."""
+    def run(self, bound: BoundRule, x: Tensor) -> Tensor | None:
+        """The output of a call that is small enough to be added; None: it is not."""
         if self.save_memory or not bound.rule.native or x.nbytes > costs.SMALL:
-            return False
-        return self.held <= costs.SMALL_TOTAL and saved_tensor_hooks() is None
-
-    def run(self, bound: BoundRule, x: Tensor) -> Tensor:
-        """The output of a call."""
+            return None
+        if self.held > costs.SMALL_TOTAL or saved_tensor_hooks() is not None:
+            return None
         values, ours = bound.values, True in bound.tracked
         if ours and not x.requires_grad:  # the output needs a grad_fn: of this parameter no gradient is ever asked for
             first = bound.tracked.index(True)
@@ -256,9 +254,7 @@ def _run_call(mode: "Mode", rule: Rule, call: Call, func: Any, args: Any, kwargs
         inputs = [p for p in others if isinstance(p, Param)]
         bound.use = mode.record(func, [p for p in params if p not in inputs], rule.name)
         mode.record(func, inputs, None, "an input of the op, not its weight")
-    lowered = [mode.lower(t) for t in others] if others else ()
-    x = levels.lower(x.wrapped if type(x) is Param else x, mode.n, mode.level)
-    return levels.sampled_below(mode.level, _apply_bound, mode, call, bound, x, *lowered)
+    return levels.sampled_below(mode.level, _apply_bound, mode, call, bound, *map(mode.lower, (x, *others)))
 
 
 def _apply_bound(mode: "Mode", call: Call, bound: BoundRule, x: Tensor, *others: Tensor | None) -> Tensor:
@@ -266,10 +262,10 @@ def _apply_bound(mode: "Mode", call: Call, bound: BoundRule, x: Tensor, *others:
     if call.before is not None:
         x = call.before(x, *others)
     if autograd.is_autocasting() and torch.is_autocast_enabled(x.device.type):
-        y = _autocast(bound, mode.anchor, x)
-    elif mode.deferred.takes(bound, x):
-        y = mode.deferred.run(bound, x)
+        y: Tensor | None = _autocast(bound, mode.anchor, x)
     else:
+        y = mode.deferred.run(bound, x)
+    if y is None:
         y = _apply(bound, None, x, mode.anchor if True in bound.tracked else None)
     return y if call.after is None else call.after(y, *others)
 

@@ -236,15 +236,12 @@ def measured() -> Iterator[None]:
         _thread.measures = before
 
 
-def is_measured(x: Tensor) -> bool:
-    """Whether the clock decides for an input like this."""
-    return _thread.measures and type(x) is Tensor and x.is_cpu
-
-
 def fastest(
     x: Tensor, g: Tensor, geometry: ConvGeometry, kernel: tuple[int, ...], run: Callable[[str], object]
 ) -> str | None:
-    """The strategy by which `run` takes the least time; None where that is not worth a look."""
+    """The strategy by which `run` takes the least time, where the clock decides; None where it is not worth a look."""
+    if not _thread.measures or type(x) is not Tensor or not (x.is_cpu and x.numel() and g.numel()):
+        return None
     key = tuple(x.shape), tuple(g.shape), geometry, kernel, x.dtype, torch.get_num_threads()
     if key not in _fastest:
         known = estimates(x.shape, g.shape, geometry, kernel)

@@ -126,7 +126,7 @@ def pull_rows(values: Sequence[Tensor], roots: Sequence[Tensor], rows: Sequence[
             torch.autograd.grad(values, roots, rows, is_grads_batched=True, allow_unused=True, retain_graph=True)
         )
     except RuntimeError:  # vmap refuses the backward of one of the functions
-        each = [_pull(values, roots, one) for one in zip(*rows, strict=True)]
+        each = [pull(values, roots, one) for one in zip(*rows, strict=True)]
     return [None if column[0] is None else torch.stack(column) for column in zip(*each, strict=True)]
 
 
@@ -138,13 +138,13 @@ def pull_sums(values: Sequence[Tensor], roots: Sequence[Tensor], sums: Sequence[
     """
     halves = [v for v in values if wide(v.dtype) is not v.dtype]
     if not halves or all(wide(root.dtype) is not root.dtype for root in roots):
-        return _pull(values, roots, [cast(s, v.dtype) for s, v in zip(sums, values, strict=True)])
+        return pull(values, roots, [cast(s, v.dtype) for s, v in zip(sums, values, strict=True)])
     total: Gradients = [None] * len(roots)
     rest = list(sums)
     for _ in range(3):  # of 8 bits each at the least: the 24 of float32
         scale = _power_of_two(rest)
         parts = [(r / scale).to(v.dtype) for r, v in zip(rest, values, strict=True)]
-        for i, found in enumerate(_pull(values, roots, parts)):
+        for i, found in enumerate(pull(values, roots, parts)):
             if found is not None:
                 own, before = found.to(wide(found.dtype)) * scale, total[i]
                 total[i] = own if before is None else before.add_(own)
@@ -158,5 +158,6 @@ def _power_of_two(tensors: Sequence[Tensor]) -> Tensor:
     return torch.where(largest > 0, largest.log2().floor().exp2(), 1)
 
 
-def _pull(values: Sequence[Tensor], roots: Sequence[Tensor], grads: Sequence[Tensor]) -> Gradients:
+def pull(values: Sequence[Tensor], roots: Sequence[Tensor], grads: Sequence[Tensor]) -> Gradients:
+    """For one gradient of each of the values, those of the parameters."""
     return list(torch.autograd.grad(values, roots, grads, allow_unused=True, retain_graph=True))

@@ -3,7 +3,6 @@
 from math import prod
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 
@@ -47,8 +46,3 @@ class Region(NamedTuple):
         *shape, o, i = self.shape
         *strides, by_o, by_i = self.strides
         return Region((*shape, i, o), (*strides, by_i, by_o), self.offset)
-
-
-def whole_region(shape: torch.Size) -> Region:
-    """All of a parameter."""
-    return Region(tuple(shape), tuple(prod(shape[i + 1 :]) for i in range(len(shape))), 0)

@@ -21,7 +21,7 @@ from .dense import Dense
 from .maps import Side, columns_of, mapped_shape
 from .numerics import cast, in_float64, lost_below, norm_of_norms, wide
 from .outer import Outer
-from .region import Region, whole_region
+from .region import Region
 from .rows import Rows
 
 
@@ -277,7 +277,8 @@ def sum_of(terms: Sequence[Placement], shape: torch.Size) -> Sum | None:
     """The gradients of a parameter of this shape, all its factors added; None: there is none, all are zero."""
     if len(terms) < 2 and not (terms and terms[0].region):
         return Sum(tuple(terms), shape) if terms else None
-    all_of_it = whole_region(shape).coalesced()
+    axes = () if prod(shape) == 1 else (prod(shape),)
+    all_of_it = Region(axes, (1,) * len(axes), 0)  # coalesced
     by_region: dict[Region, list[Factor]] = {}
     for region, factor in map(as_stored, terms):
         by_region.setdefault(all_of_it if region is None else region.coalesced(), []).append(factor)

@@ -291,7 +291,7 @@ class Clip(Weigh):
                 self.left_out += left_out if tracing.is_recorded() else int(left_out)
         weights: list[Tensor] = []
         for t, bound in zip(norms, self.bounds, strict=True):
-            weights.append(self.there.weighed(clip_weights(t, bound, finite, self.nonfinite)))
+            weights.append(self.there.masked(clip_weights(t, bound, finite, self.nonfinite)))
         skips = finite is None or self.nonfinite == "propagate"
         of_params = weights * count if len(weights) == 1 else list(map(weights.__getitem__, self.group[:count]))
         return norms, Weights(of_params, skips)

@@ -232,7 +232,7 @@ def _checked_weights(weights: Any, there: Counted) -> Tensor:
     if not w.is_floating_point():  # booleans, counts
         w = w.to(dtype_of(problem))
     w = w if index is None else w[index.to(w.device)]
-    w = there.weighed(w)
+    w = there.masked(w)
     can_look = (tracing.can_look(w) or assumptions.are_noted()) and not levels.hides_values(w)
     if can_look and not assumptions.decide(lambda: w.isfinite().all()):
         bad = (~w.isfinite()).nonzero()[:, 0]
@@ -358,23 +358,18 @@ class KeptSums(Quantity[FromNorms, FromNorms]):
 
     def add(self, state: FromNorms, rows: slice, chunk: Problem, run: Run) -> Outcome:
         blocks, outcome = blocks_of(chunk, run)
-        norms, weights = self._weighed(chunk, blocks)
+        weigh, count, found = self.weigh, len(chunk.params), None
+        if assumptions.waits(chunk.params[0]) and not weigh.calls_users:  # then one look at values is for all of them
+            with assumptions.doubted() as doubts:
+                found = weigh(norms_of(chunk, blocks, weigh.per_param), count)
+            found = found if assumptions.hold(doubts) else None
+        norms, weights = found or weigh(norms_of(chunk, blocks, weigh.per_param), count)
         state.norms.append(norms)
         across = self.across if rows.stop == self.n and self.weigh.good else None  # a call that fails sends nothing
         while blocks:
             last = None if len(blocks) > 1 else across
             add_sums(blocks.pop(0), weights.of_params, state.totals, weights.skip_zero_check, last)
         return outcome
-
-    def _weighed(self, chunk: Problem, blocks: list[Block]) -> tuple[list[Tensor], Weights]:
-        """Norms and weights of a chunk; where a look at values would take long, by one look."""
-        weigh, count = self.weigh, len(chunk.params)
-        if assumptions.waits(chunk.params[0]) and not weigh.calls_users:
-            with assumptions.doubted() as doubts:
-                found = weigh(norms_of(chunk, blocks, weigh.per_param), count)
-            if assumptions.hold(doubts):
-                return found
-        return weigh(norms_of(chunk, blocks, weigh.per_param), count)
 
     def rehearsal(self) -> "KeptSums":
         return KeptSums(_Rehearsed(self.weigh.per_param))

@@ -65,20 +65,20 @@ def bind_embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Call | Decline:
-    _refuse_max_norm("embedding", weight, max_norm)
+    if max_norm is not None:
+        raise _renormalises("embedding", weight, max_norm)
     if weight.dim() != 2 or isinstance(input, Param):
         return Decline("the weight is not a table")
     return Call(input, (weight,), (_row(padding_idx, weight), scale_grad_by_freq))
 
 
-def _refuse_max_norm(op: str, weight: Any, max_norm: float | None) -> None:
-    if max_norm is not None:
-        name = weight.source.name if isinstance(weight, Param) else "its weight"
-        raise UnsupportedOpError(
-            f"F.{op}(max_norm={max_norm}) changes {name} in place\n"
-            f"  called at {place()}\n"
-            "  per-sample gradients need parameters that stay put: renormalise before the call instead."
-        )
+def _renormalises(op: str, weight: Any, max_norm: float) -> UnsupportedOpError:
+    name = weight.source.name if isinstance(weight, Param) else "its weight"
+    return UnsupportedOpError(
+        f"F.{op}(max_norm={max_norm}) changes {name} in place\n"
+        f"  called at {place()}\n"
+        "  per-sample gradients need parameters that stay put: renormalise before the call instead."
+    )
 
 
 def _row(padding_idx: int | None, weight: Any) -> int | None:
@@ -162,7 +162,8 @@ def bind_embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Call | Decline:
-    _refuse_max_norm("embedding_bag", weight, max_norm)
+    if max_norm is not None:
+        raise _renormalises("embedding_bag", weight, max_norm)
     if weight.dim() != 2 or isinstance(input, Param) or isinstance(offsets, Param):
         return Decline("the weight is not a table")
     if scale_grad_by_freq:

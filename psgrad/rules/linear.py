@@ -79,7 +79,7 @@ def _sizes(shape: Sequence[int], letters: str) -> dict[str, int]:
     return dict(zip(letters, shape, strict=True))
 
 
-def contraction(x: Any, of_x: str, w: Param, of_w: str, of_out: str, bias: Any = None) -> Call | Decline:
+def contraction(x: Any, of_x: str, w: Param, of_w: str, of_out: str) -> Call | Decline:
     """A product of an input and a parameter, summed over the letters that the output does not have."""
     if any(len(set(letters)) != len(letters) for letters in (of_x, of_w, of_out)):
         return Decline("an axis is repeated")
@@ -115,7 +115,7 @@ def contraction(x: Any, of_x: str, w: Param, of_w: str, of_out: str, bias: Any =
     def after(y: Tensor) -> Tensor:
         return y.reshape(len(y), *shape_out).permute(order_out)
 
-    return Call(x, (weight, bias), None, before, after)
+    return Call(x, (weight, None), None, before, after)
 
 
 def _product(a: Any, b: Any, of_a: str, of_b: str, of_out: str) -> Call | Decline:

@@ -435,7 +435,12 @@ def _signature(problem: Problem) -> tuple[Hashable, ...]:
     batch = tuple([_leaf(t, b) for t, b in zip(problem.batch, problem.batched, strict=True)])
     options = problem.randomness, problem.has_aux, problem.save_memory
     training = tuple([module.training for module in reachable_modules([problem.fn])])
-    return problem.params_spec, params, problem.batch_spec, batch, options, _settings(problem), training
+    # and torch's settings on which dtypes and kernels depend
+    kinds = sorted({"cpu"} | {p.device.type for p in problem.params})
+    can_cast, does_cast = torch.amp.autocast_mode.is_autocast_available, torch.is_autocast_enabled
+    casts = tuple([(kind, torch.get_autocast_dtype(kind)) for kind in kinds if can_cast(kind) and does_cast(kind)])
+    settings = casts, torch.get_default_dtype(), torch.get_num_threads(), torch.backends.mkldnn.enabled
+    return problem.params_spec, params, problem.batch_spec, batch, options, settings, training
 
 
 def _leaf(t: Any, batched: bool) -> Hashable:
@@ -446,11 +451,3 @@ def _leaf(t: Any, batched: bool) -> Hashable:
         return t.shape, t.stride(), t.dtype, t.device
     order = None if t.is_contiguous() else tuple(d for d in _order(t) if t.shape[d] > 1)  # strides may depend on N
     return "sample", t.shape[1:], order, t.dtype, t.device
-
-
-def _settings(problem: Problem) -> Hashable:
-    """Torch's settings on which dtypes and kernels depend."""
-    kinds = sorted({"cpu"} | {p.device.type for p in problem.params})
-    can_cast, does_cast = torch.amp.autocast_mode.is_autocast_available, torch.is_autocast_enabled
-    casts = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if can_cast(kind) and does_cast(kind)]
-    return tuple(casts), torch.get_default_dtype(), torch.get_num_threads(), torch.backends.mkldnn.enabled

@@ -87,18 +87,14 @@ class Counted(NamedTuple):
 
     def masked(self, t: Tensor) -> Tensor:
         """Rows of the samples that run, with zeros for those that only stand in for others."""
-        return t if self.mask is None else kept_rows(t, self.mask)
-
-    def weighed(self, w: Tensor) -> Tensor:
-        """Weights (N,) of the samples that run, 0 for those that do not count."""
-        if self.mask is not None and len(w) != self.n:
+        if self.mask is not None and len(t) != self.n:
             refuse_recording("valid= in chunks")
-        return w if self.mask is None else kept_rows(w, self.mask)
+        return t if self.mask is None else kept_rows(t, self.mask)
 
     def among_zeros(self, t: Tensor) -> Tensor:
         """Rows of the samples that count among zeros for the others."""
         if self.places is None:
-            return t if self.mask is None else kept_rows(t, self.mask)
+            return self.masked(t)
         return t.new_zeros(self.n, *t.shape[1:]).index_copy_(0, self.places.to(t.device), t)
 
     def with_aux(self, result: Any, outcome: Outcome) -> Any:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._dynamo import guards
+from torch._guards import TracingContext
+from torch._guards import tracing as _tracing
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from . import tracing, versions
@@ -46,7 +48,10 @@ def record(
 
     own = [t.detach() for t in inputs]  # one tensor given twice would be one input
     table = {**_FOR_THE_TRACER, torch.ops.aten._local_scalar_dense.default: answer}
-    graph = make_fx(function, decomposition_table=table)(*own)
+    # Of each result the tracer keeps a fake tensor. Unless there is a context with a mode for these it makes a mode for
+    # each of them, which looks up the lines of all callers: a third of the time.
+    with _tracing(TracingContext(tracing.FakeTensorMode())):
+        graph = make_fx(function, decomposition_table=table)(*own)
     met: dict[int, tuple[Tensor, torch.fx.Node]] = {}
     last = [node for node in graph.graph.nodes if node.op == "placeholder"][-1]
     for node in list(graph.graph.nodes):
@@ -186,7 +191,6 @@ def _is_whole(inputs: int) -> bool:
     """Whether the code that is being compiled does all of a graph's work: nothing is written to inputs, and no output
     is an input, or shares memory with one or with another output, which would be seen to around the code."""
     from torch._functorch._aot_autograd.schemas import OutputType
-    from torch._guards import TracingContext
 
     context = TracingContext.try_get()
     facts: Any = None if context is None else context.fw_metadata

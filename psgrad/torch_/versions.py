@@ -38,6 +38,7 @@ PRIVATE: Mapping[str, str] = {  # names by their module; of alternatives (a|b) o
     "torch._functorch.predispatch": "lazy_load_decompositions",
     "torch._functorch.pyfunctorch": "retrieve_current_functorch_interpreter",
     "torch._functorch.utils": "enable_single_level_autograd_function",
+    "torch._guards": "TracingContext.try_get tracing",
     "torch._library.custom_ops": "CustomOpDef",
     "torch._ops": "HigherOrderOperator OpOverload OpOverloadPacket",
     "torch._subclasses.fake_tensor": "DataDependentOutputException DynamicOutputShapeException FakeTensorMode",
@@ -57,7 +58,6 @@ PRIVATE: Mapping[str, str] = {  # names by their module; of alternatives (a|b) o
 COMPILER: Mapping[str, str] = {  # the same of torch's compiler, which takes a second to load: checked when it is used
     "torch._functorch.config": "enable_autograd_cache patch",
     "torch._functorch._aot_autograd.schemas": "OutputType.non_alias",
-    "torch._guards": "TracingContext.try_get",
     "torch._inductor.compile_fx": "compile_fx compile_fx_inner",
     "torch._inductor": "config",
     "torch._inductor.codecache": "CppCodeCache.load",
