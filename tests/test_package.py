@@ -186,7 +186,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(distributions: tuple[Path,
         names = set(archive.namelist())
         info = f"psgrad-{psgrad.__version__}.dist-info"
         metadata = email.message_from_bytes(archive.read(f"{info}/METADATA"))
-    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "psgrad").rglob("*.py")}
+    sources = {str(path.relative_to(ROOT)) for kind in ("py", "cpp") for path in (ROOT / "psgrad").rglob(f"*.{kind}")}
     assert {name for name in names if not name.startswith(info)} == sources | {"psgrad/py.typed"}
     assert metadata["Version"] == psgrad.__version__
     assert metadata["Requires-Python"] == ">=3.11"
