@@ -116,7 +116,8 @@ def record(quantity: Callable[..., Any], fn: Any, call: tuple[Any, ...], backend
         draws, foreign = generators(tensors), _foreign_generators()
         is_bounded = call[2].get("max_bytes") is not None  # planned by estimates: others may want more memory
         try:
-            with nullcontext() if is_bounded else conv_costs.measured():
+            in_cpp = backend != "replay" and graphs.missing_compiler() is None
+            with nullcontext() if is_bounded else conv_costs.measured(in_cpp):
                 graph, met, why = graphs.record(flat, tensors, number_of)
             after = generators(tensors)
             has_drawn = not all(torch.equal(state, after[device]) for device, state in draws.items())

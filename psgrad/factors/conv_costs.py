@@ -4,6 +4,7 @@ pointwise  a 1x1 kernel on one image is a matrix product of what is there.
 patches    the windows that the kernel sees as a matrix (im2col), in tiles, then a matrix product per sample and group.
 grouped    one convolution with N x groups groups, by torch's kernel for the weight's gradient, in tiles of samples.
 loop       the same kernel, a sample at a time: large maps, whose work it shares out between threads itself.
+quick      a kernel of ours in C++ (`quick_grads`), where a compiler is at work anyway and the clock says so.
 """
 
 import threading
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..torch_ import kernels
-from . import assumptions, costs
+from . import assumptions, costs, quick_grads
 from .costs import ConvGeometry, Plan
 
 # Nanoseconds on two CPU threads, float32; `python -m benchmarks fit 600` measures and fits them. torch's kernels are
@@ -218,7 +219,7 @@ _TURNS = 4  # that each strategy gets; the first warms up
 
 
 class _Thread(threading.local):
-    measures = False
+    measures = in_cpp = False
 
 
 _thread = _Thread()
@@ -226,31 +227,37 @@ _fastest: dict[Any, str] = {}  # strategies that were measured, by all that thei
 
 
 @contextmanager
-def measured() -> Iterator[None]:
+def measured(in_cpp: bool) -> Iterator[None]:
     """Inside, the strategies of large convolutions on the CPU are measured, once each, in place of being estimated:
-    how much faster one kernel is than another differs between machines."""
-    before, _thread.measures = _thread.measures, True
+    how much faster one kernel is than another differs between machines. `in_cpp`: kernels of ours take part."""
+    before = _thread.measures, _thread.in_cpp
+    _thread.measures, _thread.in_cpp = True, in_cpp
     try:
         yield
     finally:
-        _thread.measures = before
+        _thread.measures, _thread.in_cpp = before
 
 
 def fastest(
-    x: Tensor, g: Tensor, geometry: ConvGeometry, kernel: tuple[int, ...], run: Callable[[str], object]
+    question: str, x: Tensor, g: Tensor, geometry: ConvGeometry, kernel: tuple[int, ...], run: Callable[[str], object]
 ) -> str | None:
-    """The strategy by which `run` takes the least time, where the clock decides; None where it is not worth a look."""
+    """The strategy by which `run` answers a question ("gradients", "norms") in the least time, where the clock decides;
+    None where it is not worth a look."""
     if not _thread.measures or type(x) is not Tensor or not (x.is_cpu and x.numel() and g.numel()):
         return None
-    key = tuple(x.shape), tuple(g.shape), geometry, kernel, x.dtype, torch.get_num_threads()
+    key = question, tuple(x.shape), tuple(g.shape), geometry, kernel, x.dtype, torch.get_num_threads(), _thread.in_cpp
     if key not in _fastest:
         known = estimates(x.shape, g.shape, geometry, kernel)
         least = min(known.values())
         near = [strategy for strategy, price in known.items() if price <= _NEAR * least]
+        if question == "norms":
+            near = [conv_norms(x.shape, g.shape, geometry, kernel, x.element_size()).strategy]
+        if least >= _WORTH and _thread.in_cpp and quick_grads.is_for_convolution(x, g, geometry):
+            near.append("quick")
         if least < _WORTH or len(near) == 1:
             return None
-        seconds = dict.fromkeys(near, inf)
         with assumptions.apart(), torch.no_grad():
+            seconds = {strategy: inf for strategy in near}
             for turn in range(_TURNS):
                 for strategy in near:
                     started = perf_counter()
@@ -279,7 +286,7 @@ def conv_weight(
     weights = z.groups * z.o * z.c * z.taps * itemsize
     if strategy == "patches":
         return Plan(strategy, flops, itemsize * _workspace(z, x, g, geometry, kernel, itemsize))
-    samples = {"pointwise": 0, "grouped": grouped_tile(z, itemsize), "loop": 1}[strategy]
+    samples = {"pointwise": 0, "quick": 0, "grouped": grouped_tile(z, itemsize), "loop": 1}[strategy]
     return Plan(strategy, flops, samples * weights)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..torch_.storage import are_one_memory
-from . import conv_costs, costs, huge_pages
+from . import conv_costs, costs, huge_pages, quick_grads
 from .base import Factor, Kron
 from .maps import Side, applied, gram_of
 from .numerics import cast, scaled, vanishing, widened
@@ -27,7 +27,7 @@ class Patches(Factor):
     @property
     def plan(self) -> costs.Plan:
         x, g, geometry, kernel = self.x, self.g, self.geometry, self.kernel
-        found = conv_costs.fastest(x, g, geometry, kernel, self.by)
+        found = conv_costs.fastest("gradients", x, g, geometry, kernel, self.by)
         return conv_costs.conv_weight(x.shape, g.shape, geometry, kernel, x.element_size(), found)
 
     @property
@@ -52,7 +52,8 @@ class Patches(Factor):
             return self.g.new_zeros(shape) if out is None else out.zero_()
         if strategy == "grouped":
             return self._grouped(shape, out)
-        write = {"pointwise": self._pointwise, "patches": self._patches, "loop": self._loop}[strategy]
+        ways = {"pointwise": self._pointwise, "patches": self._patches, "loop": self._loop, "quick": self._quick}
+        write = ways[strategy]
         if out is not None and out.is_contiguous() and out.dtype == self.g.dtype:
             return write(out)
         grads = write(huge_pages.empty(shape, self.g))
@@ -80,6 +81,9 @@ class Patches(Factor):
         for x, g, grads in zip(self.x, self.g, out, strict=True):
             grads.copy_(weight_gradient(x, g, self.geometry, self.shape, grads))
         return out
+
+    def _quick(self, out: Tensor) -> Tensor:
+        return quick_grads.of_convolution(self.x, self.g, self.geometry, self.kernel, out)
 
     def _pointwise(self, out: Tensor) -> Tensor:
         """A 1x1 kernel on one image: a matrix product of what is there."""
@@ -120,8 +124,16 @@ class Patches(Factor):
         return costs.WORKSPACE
 
     def norms(self) -> Tensor:
-        plan = conv_costs.conv_norms(self.x.shape, self.g.shape, self.geometry, self.kernel, self.x.element_size())
-        return self.rooted(*self._by_gram()) if plan.strategy == "gram" else super().norms()
+        x, g, geometry, kernel = self.x, self.g, self.geometry, self.kernel
+        found = conv_costs.fastest("norms", x, g, geometry, kernel, self._norms_by)
+        if found is None:
+            found = conv_costs.conv_norms(x.shape, g.shape, geometry, kernel, x.element_size()).strategy
+        return self._norms_by(found)
+
+    def _norms_by(self, strategy: str) -> Tensor:
+        if strategy == "quick":
+            return quick_grads.of_convolution(self.x, self.g, self.geometry, self.kernel, self.g.new_empty(len(self.g)))
+        return self.rooted(*self._by_gram()) if strategy == "gram" else super().norms()
 
     def _by_gram(self) -> tuple[Tensor, Tensor]:
         """Squared norms, and what they have to exceed: patches as an outer product's rows, a few samples at a time."""
