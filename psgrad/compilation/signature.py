@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
 
@@ -34,10 +35,18 @@ def structure_of(call: Call, of_options: Any) -> tuple[list[Tensor], tuple[Any, 
         more, of_options = flatten(call.options, none_is_leaf=True)
         leaves += more
     if set(map(type, leaves)) == _TENSORS:
-        return leaves, (of_params, of_batch, of_options, _orders(call.params), _orders(call.batch))
+        return leaves, (of_params, of_batch, of_options, _order(call.params, of_params), _order(call.batch, of_batch))
     others = tuple([None if isinstance(leaf, Tensor) else _known(leaf) for leaf in leaves])
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    return tensors, (of_params, of_batch, of_options, _orders(call.params), _orders(call.batch), others)
+    orders = _order(call.params, of_params), _order(call.batch, of_batch)
+    return tensors, (of_params, of_batch, of_options, *orders, others)
+
+
+def _order(tree: Any, structure: optree.PyTreeSpec) -> tuple[Any, ...]:
+    """`_orders`, which most trees need not be gone through for: a dict or a tuple of leaves."""
+    if structure.num_nodes == structure.num_leaves + 1:
+        return tuple(tree) if isinstance(tree, dict) else ()
+    return _orders(tree)
 
 
 def _orders(tree: Any) -> tuple[Any, ...]:

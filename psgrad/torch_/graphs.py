@@ -14,7 +14,7 @@ from torch._guards import TracingContext
 from torch._guards import tracing as _tracing
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from . import tracing, versions
+from . import decompositions, tracing, versions
 from .operators import compiled_ways
 
 Graph = torch.fx.GraphModule
@@ -166,10 +166,12 @@ def _compiled(graph: Graph, inputs: Sequence[Tensor], empty: Allocator | None, f
         return made
 
     with (
-        config.patch(_SETTINGS | {"cpp_wrapper": not from_python}),
+        config.patch(_SETTINGS | {"cpp_wrapper": not from_python, "size_asserts": from_python}),  # 1 us of small graphs
         aot_config.patch(enable_autograd_cache=False),  # it would hand out what is around the compiled code as well
     ):
-        run: Any = compile_fx(copy, [t.detach() for t in inputs], inner_compile=compile_inside)
+        run: Any = compile_fx(
+            copy, [t.detach() for t in inputs], inner_compile=compile_inside, decompositions=decompositions.table()
+        )
     call = inside[0] if len(inside) == 1 else None
     if call is None:
         return run  # type: ignore[no-any-return]
@@ -181,7 +183,7 @@ def _compiled(graph: Graph, inputs: Sequence[Tensor], empty: Allocator | None, f
 
 _SETTINGS = {
     "fallback_random": True,
-    "cpp.min_chunk_size": 4096,  # numbers that a thread is woken for, at least
+    "cpp.min_chunk_size": 1024,  # numbers that a thread is woken for, at least
     "layout_optimization": False,  # channels in front, as the ops have chosen: what reads the last is slower here
 }
 _ALLOCATES = "empty_strided_cpu"  # what compiled code calls its allocator

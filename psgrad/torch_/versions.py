@@ -62,6 +62,7 @@ COMPILER: Mapping[str, str] = {  # the same of torch's compiler, which takes a s
     "torch._inductor": "config",
     "torch._inductor.codecache": "CppCodeCache.load",
     "torch._inductor.cpp_builder": "get_cpp_compiler",
+    "torch._inductor.decomposition": "select_decomp_table",
     "torch._dynamo": "nonstrict_trace",
     "torch._higher_order_ops.flat_apply": "FlatApply",
     "torch.utils._pytree": "tree_flatten tree_unflatten",
