@@ -308,6 +308,21 @@ def test_cells(
             assert used[f"params[{name!r}]"] == [kind] * steps
 
 
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+def test_a_narrow_state_is_an_error_as_in_torch() -> None:
+    """Of width 1, where the cell is wider: the loop's products would be spread over it."""
+    params = {"w_ih": torch.randn(20, 3), "w_hh": torch.randn(20, 1)}
+    states = torch.zeros(1, 2, 1), torch.zeros(1, 2, 5)
+
+    def fn(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.lstm(x, states, [p["w_ih"], p["w_hh"]], False, 1, 0.0, False, False, False)[0].sum()
+
+    x = torch.randn(2, 4, 2, 3)
+    for run in (lambda: fn(params, x[0]), lambda: psgrad.per_sample_grads(fn, params, x)):
+        with pytest.raises(RuntimeError, match="incorrect number of RNN parameters"):
+            run()
+
+
 @pytest.mark.parametrize("module", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize(("length", "n", "h"), [(1, 1, 1), (3, 1, 1), (2, 1, 2), (2, 2, 1)])
 def test_compiled_where_axes_are_of_size_1(module: type[nn.RNNBase], length: int, n: int, h: int) -> None:
