@@ -308,6 +308,35 @@ def test_cells(
             assert used[f"params[{name!r}]"] == [kind] * steps
 
 
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+def test_a_narrow_state_is_an_error_as_in_torch() -> None:
+    """Of width 1, where the cell is wider: the loop's products would be spread over it."""
+    params = {"w_ih": torch.randn(20, 3), "w_hh": torch.randn(20, 1)}
+    states = torch.zeros(1, 2, 1), torch.zeros(1, 2, 5)
+
+    def fn(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.lstm(x, states, [p["w_ih"], p["w_hh"]], False, 1, 0.0, False, False, False)[0].sum()
+
+    x = torch.randn(2, 4, 2, 3)
+    for run in (lambda: fn(params, x[0]), lambda: psgrad.per_sample_grads(fn, params, x)):
+        with pytest.raises(RuntimeError, match="incorrect number of RNN parameters"):
+            run()
+
+
+@pytest.mark.parametrize("module", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize(("length", "n", "h"), [(1, 1, 1), (3, 1, 1), (2, 1, 2), (2, 2, 1)])
+def test_compiled_where_axes_are_of_size_1(module: type[nn.RNNBase], length: int, n: int, h: int) -> None:
+    """The compiler leaves copies out where strides agree, and the cotangent of the last cell is behind another's."""
+    if graphs.missing_compiler() is not None:
+        pytest.skip("no C++ compiler")
+    torch.manual_seed(0)
+    fn, params = psgrad.from_module(module(3, h, batch_first=True).double(), lambda y, target: (y[0] * target).sum())
+    batch = torch.randn(n, length, 3).double(), torch.randn(n, length, h).double()
+    step = psgrad.compile(psgrad.per_sample_grads, fn, backend="inductor")
+    torch.testing.assert_close(step(params, batch), psgrad.testing.loop_grads(fn, params, batch))
+    assert step.cache_info().backends == ("inductor",)
+
+
 # ---- loops in C++ ------------------------------------------------------------------------------------------
 
 Arguments = list[Any]

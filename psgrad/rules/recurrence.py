@@ -101,7 +101,8 @@ def _cotangents(options: Options, g: Tensor, slots: Tensor, *finals: int) -> lis
     options.order.first(d).zero_()
     _samples(options.order.after(d), n).copy_(out.unflatten(1, shape))
     pairs = zip(rest, finals, strict=True)
-    return [d, *(t.reshape(n, batch, width).transpose(0, 1).clone().flatten(0, 1) for t, width in pairs)]
+    # The clone comes last: of a view of it a compiler that leaves the clone out forgets where in `g` it begins.
+    return [d, *(t.reshape(n, batch, width).transpose(0, 1).flatten(0, 1).clone() for t, width in pairs)]
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:

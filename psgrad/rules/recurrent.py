@@ -59,6 +59,8 @@ def _run(layer: Layer, x: Any, states: Sequence[Any], weights: Sequence[Any], re
         raise RuntimeError("the initial states do not fit the input")  # torch says more
     if layer is _LSTM and len(weights) == 4:
         weights = [*weights, None]  # no projections
+        if states[0].shape != states[1].shape:  # a state of width 1 would be taken for one of the cell's width
+            raise RuntimeError("the initial states do not fit the weights")
     y = layer(x, tuple(states), tuple(weights), reverse)
     width, size = states[0].shape[-1], length * batch * states[0].shape[-1]
     out = y[:size].unflatten(0, (length, batch, width))
