@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from functools import partial, reduce
 from itertools import count
 from math import inf
-from operator import and_, attrgetter, methodcaller
+from operator import and_, attrgetter, itemgetter, methodcaller
 from typing import Any, Literal
 
 import optree
@@ -39,8 +39,11 @@ class Recording:
         self, run: graphs.Runner, backend: str, met: list[Tensor], spec: optree.PyTreeSpec, leaves: list[Any]
     ) -> None:
         self.runner, self.backend, self.met, self.spec = run, backend, met, spec
-        self.leaves = leaves  # of the result; None where a tensor of the graph goes
-        self.only_tensors = all(leaf is None for leaf in leaves)
+        # Leaves of the result that are no tensors, and what sets them among the graph's tensors, which come first.
+        self.others = [leaf for leaf in leaves if leaf is not None]
+        tensors, others = count(), count(len(leaves) - len(self.others))
+        places = [next(tensors if leaf is None else others) for leaf in leaves]
+        self.ordered = itemgetter(*places) if len(places) > 1 else list
         self.assumes = True  # the graph's last tensor says whether its assumptions hold
         self.draws = False  # random numbers
         self.facts = [*map(facts_of, met), *map(stride_of, met)]
@@ -60,10 +63,7 @@ class Recording:
         if self.assumes and not found.pop():
             rewind(before)  # whoever runs instead draws the same numbers
             return NotImplemented
-        if not self.only_tensors:
-            rest = iter(found)
-            found = [next(rest) if leaf is None else leaf for leaf in self.leaves]
-        return self.spec.unflatten(found)
+        return self.spec.unflatten(self.ordered([*found, *self.others]) if self.others else found)
 
 
 def _run(runner: graphs.Runner, tensors: Sequence[Tensor]) -> Sequence[Tensor]:

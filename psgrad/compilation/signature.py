@@ -1,15 +1,16 @@
 """What tells one call from another: a graph is good for calls that are alike in all of it."""
 
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 
-from ..engine.problem import flatten
+from ..engine.problem import flatten, of_count, of_names
 from .recording import facts_of, is_lazy, stride_of
 
-_TENSORS = {Tensor}
+_TENSORS, _TEXTS = {Tensor}, {str}
 _NUMBERS_AND_WORDS = {bool, int, float, str, type(None)}
 
 
@@ -28,25 +29,30 @@ def _known(leaf: Any) -> Any:
 
 def structure_of(call: Call, of_options: Any) -> tuple[list[Tensor], tuple[Any, ...]]:
     """The tensors of a call, and what surrounds them; `of_options` are options without tensors, worked out before."""
-    leaves, of_params = flatten(call.params, none_is_leaf=True)
-    more, of_batch = flatten(call.batch, none_is_leaf=True)
+    params, batch = call.params, call.batch
+    if of_options is not None and type(params) is dict and type(batch) is tuple and set(map(type, params)) == _TEXTS:
+        structure, values = _of_usual(tuple(params), len(batch), of_options)
+        leaves = [*values(params), *batch]
+        if set(map(type, leaves)) == _TENSORS:
+            return leaves, structure
+    leaves, of_params = flatten(params, none_is_leaf=True)
+    more, of_batch = flatten(batch, none_is_leaf=True)
     leaves += more
     if of_options is None:
         more, of_options = flatten(call.options, none_is_leaf=True)
         leaves += more
+    structure = of_params, of_batch, of_options, _orders(params), _orders(batch)
     if set(map(type, leaves)) == _TENSORS:
-        return leaves, (of_params, of_batch, of_options, _order(call.params, of_params), _order(call.batch, of_batch))
+        return leaves, structure
     others = tuple([None if isinstance(leaf, Tensor) else _known(leaf) for leaf in leaves])
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    orders = _order(call.params, of_params), _order(call.batch, of_batch)
-    return tensors, (of_params, of_batch, of_options, *orders, others)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)], (*structure, others)
 
 
-def _order(tree: Any, structure: optree.PyTreeSpec) -> tuple[Any, ...]:
-    """`_orders`, which most trees need not be gone through for: a dict or a tuple of leaves."""
-    if structure.num_nodes == structure.num_leaves + 1:
-        return tuple(tree) if isinstance(tree, dict) else ()
-    return _orders(tree)
+@lru_cache(maxsize=256)
+def _of_usual(names: tuple[str, ...], count: int, of_options: Any) -> tuple[Any, Callable[[Any], Sequence[Any]]]:
+    """What surrounds a dict of tensors with these names, and a tuple of so many; and what takes the leaves of the dict."""
+    of_params, values = of_names(names, True)
+    return (of_params, of_count(count, True), of_options, names, ()), values
 
 
 def _orders(tree: Any) -> tuple[Any, ...]:

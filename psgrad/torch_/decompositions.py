@@ -5,7 +5,7 @@ Of a small graph the calls of other libraries are half of the time.
 
 from collections.abc import Callable
 from functools import cache
-from math import inf, prod
+from math import prod
 from typing import Any
 
 import torch
@@ -59,11 +59,10 @@ def _mv(a: Tensor, v: Tensor) -> Any:
 
 
 def _hypot(a: Tensor, b: Tensor) -> Any:
-    """By ops that vectors have; no square leaves the dtype's range, and what is infinite in one of both is infinite."""
+    """By ops that vectors have. No square leaves the dtype's range; what is not finite stays so."""
     if not a.is_cpu or a.dtype not in _FLOATS or a.dtype is not b.dtype:
         return NotImplemented
     a, b = a.abs(), b.abs()
-    larger = torch.maximum(a, b)
-    ratio = torch.minimum(a, b) / larger
-    found = larger * (1 + ratio * ratio).sqrt()
-    return torch.where((a == inf) | (b == inf), inf, torch.where(larger == 0, larger, found))
+    larger, smaller = torch.maximum(a, b), torch.minimum(a, b)
+    ratio = torch.where(smaller == larger, 1.0, smaller / larger)  # 0 and infinity are not divided by themselves
+    return larger * (1 + ratio * ratio).sqrt()
