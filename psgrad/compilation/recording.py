@@ -19,7 +19,7 @@ from torch import Tensor
 from ..engine.answers import number_of
 from ..engine.problem import generators, rewind
 from ..engine.signals import Unrecordable
-from ..factors import assumptions, conv_costs, warm_memory
+from ..factors import assumptions, clock, warm_memory
 from ..quantities.factored import FactoredGrads
 from ..torch_ import graphs
 from ..torch_.autograd import full_precision, is_autocasting
@@ -117,7 +117,7 @@ def record(quantity: Callable[..., Any], fn: Any, call: tuple[Any, ...], backend
         is_bounded = call[2].get("max_bytes") is not None  # planned by estimates: others may want more memory
         try:
             in_cpp = backend != "replay" and graphs.missing_compiler() is None
-            with nullcontext() if is_bounded else conv_costs.measured(in_cpp):
+            with nullcontext() if is_bounded else clock.measured(in_cpp):
                 graph, met, why = graphs.record(flat, tensors, number_of)
             after = generators(tensors)
             has_drawn = not all(torch.equal(state, after[device]) for device, state in draws.items())

@@ -50,7 +50,7 @@ def structure_of(call: Call, of_options: Any) -> tuple[list[Tensor], tuple[Any, 
 
 @lru_cache(maxsize=256)
 def _of_usual(names: tuple[str, ...], count: int, of_options: Any) -> tuple[Any, Callable[[Any], Sequence[Any]]]:
-    """What surrounds a dict of tensors with these names, and a tuple of so many; and what takes the leaves of the dict."""
+    """What surrounds a dict of tensors with these names and a tuple of so many; and what takes the dict's leaves."""
     of_params, values = of_names(names, True)
     return (of_params, of_count(count, True), of_options, names, ()), values
 

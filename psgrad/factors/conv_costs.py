@@ -7,19 +7,16 @@ loop       the same kernel, a sample at a time: large maps, whose work it shares
 quick      a kernel of ours in C++ (`quick_grads`), where a compiler is at work anyway and the clock says so.
 """
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from math import inf, prod
-from time import perf_counter
-from typing import Any, NamedTuple
+from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..torch_ import kernels
-from . import assumptions, costs, quick_grads
+from . import clock, costs, quick_grads
 from .costs import ConvGeometry, Plan
 
 # Nanoseconds on two CPU threads, float32; `python -m benchmarks fit 600` measures and fits them. torch's kernels are
@@ -211,31 +208,10 @@ def _cheapest(
     return min(found, key=found.__getitem__)
 
 
-# ---- choices by the clock: a graph that will run many times is worth a few milliseconds ---------------------
+# ---- choices by the clock ------------------------------------------------------------------------------------
 
 _WORTH = 1e5  # nanoseconds; what takes less is not measured
 _NEAR = 4.0  # times the least estimate: what is beyond is not measured
-_TURNS = 4  # that each strategy gets; the first warms up
-
-
-class _Thread(threading.local):
-    measures = in_cpp = False
-
-
-_thread = _Thread()
-_fastest: dict[Any, str] = {}  # strategies that were measured, by all that their time depends on
-
-
-@contextmanager
-def measured(in_cpp: bool) -> Iterator[None]:
-    """Inside, the strategies of large convolutions on the CPU are measured, once each, in place of being estimated:
-    how much faster one kernel is than another differs between machines. `in_cpp`: kernels of ours take part."""
-    before = _thread.measures, _thread.in_cpp
-    _thread.measures, _thread.in_cpp = True, in_cpp
-    try:
-        yield
-    finally:
-        _thread.measures, _thread.in_cpp = before
 
 
 def fastest(
@@ -243,29 +219,19 @@ def fastest(
 ) -> str | None:
     """The strategy by which `run` answers a question ("gradients", "norms") in the least time, where the clock decides;
     None where it is not worth a look."""
-    if not _thread.measures or type(x) is not Tensor or not (x.is_cpu and x.numel() and g.numel()):
+    if not clock.decides(x, g):
         return None
-    key = question, tuple(x.shape), tuple(g.shape), geometry, kernel, x.dtype, torch.get_num_threads(), _thread.in_cpp
-    if key not in _fastest:
-        known = estimates(x.shape, g.shape, geometry, kernel)
-        least = min(known.values())
-        near = [strategy for strategy, price in known.items() if price <= _NEAR * least]
-        if question == "norms":
-            near = [conv_norms(x.shape, g.shape, geometry, kernel, x.element_size()).strategy]
-        if least >= _WORTH and _thread.in_cpp and quick_grads.is_for_convolution(x, g, geometry):
-            near.append("quick")
-        if least < _WORTH or len(near) == 1:
-            return None
-        with assumptions.apart(), torch.no_grad():
-            seconds = {strategy: inf for strategy in near}
-            for turn in range(_TURNS):
-                for strategy in near:
-                    started = perf_counter()
-                    run(strategy)
-                    if turn:
-                        seconds[strategy] = min(seconds[strategy], perf_counter() - started)
-        _fastest[key] = min(near, key=seconds.__getitem__)
-    return _fastest[key]
+    known = estimates(x.shape, g.shape, geometry, kernel)
+    least = min(known.values())
+    if least < _WORTH:
+        return None
+    if question == "norms":
+        ways = [conv_norms(x.shape, g.shape, geometry, kernel, x.element_size()).strategy]
+    else:
+        ways = [strategy for strategy, price in known.items() if price <= _NEAR * least]
+    if clock.has_cpp() and quick_grads.is_for_convolution(x, g, geometry):
+        ways.append("quick")
+    return clock.fastest((question, geometry, kernel), x, g, ways, run)
 
 
 def conv_weight(

@@ -9,11 +9,13 @@ from torch import Tensor
 
 from ..torch_ import tracing
 from ..torch_.storage import are_one_memory
-from . import assumptions, costs, huge_pages
+from . import assumptions, clock, costs, huge_pages, quick_grads
 from .base import Factor, Kron, NormMemo
 from .maps import Side, applied, gram_of
 from .numerics import cast, lost_below, norms_of, scaled, vanishing, wide_norms, widened, widest
 from .products import batched_product, long_product, product
+
+_WORTH = 1 << 22  # multiply-adds; of fewer, the ways are not measured
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +52,15 @@ class Outer(Factor):
         return x.nbytes + g.nbytes, g.nbytes * x.shape[1]  # one position: often a small call
 
     def dense(self, out: Tensor | None = None) -> Tensor:
+        if self._fastest("gradients", "product", self._by) == "quick":
+            return self._quick(out)
+        return self._product(out)
+
+    def _by(self, way: str) -> Tensor:
+        return self._quick() if way == "quick" else self._product()
+
+    def _product(self, out: Tensor | None = None) -> Tensor:
+        """The gradients by torch's products."""
         x, g = self.x, self.g
         if x.dim() == 3 and x.shape[1] == 1:
             x, g = x.squeeze(1), g.squeeze(1)
@@ -70,6 +81,26 @@ class Outer(Factor):
             return out
         return product(g, x, out=out)
 
+    def _quick(self, out: Tensor | None = None) -> Tensor:
+        """The gradients by a kernel of ours."""
+        x, g = self.x, self.g
+        if out is None:
+            out = huge_pages.empty((len(x), *self.shape), g)
+        if out.dtype is x.dtype and out.is_contiguous():
+            return quick_grads.of_matrix(x, g, out)
+        if out.dtype is x.dtype and out.mT.is_contiguous():  # the matrix is stored transposed
+            quick_grads.of_matrix(g, x, out.mT)
+            return out
+        return out.copy_(self._quick())
+
+    def _fastest(self, question: str, usual: str, run: Callable[[str], Tensor]) -> str:
+        """The way by which `run` answers a question in the least time, where the clock decides; else the usual one."""
+        x, g = self.x, self.g
+        if x.dim() != 3 or not clock.has_cpp() or x.numel() * g.shape[2] < _WORTH or not clock.decides(x, g):
+            return usual
+        ways = [usual, "quick"] if quick_grads.is_for_matrix(x, g) else [usual]
+        return clock.fastest((question, "matrix"), x, g, ways, run)
+
     def norms(self) -> Tensor:
         if self.x.dim() == 2:
             return cast(wide_norms(self.x) * wide_norms(self.g), widest(self.x.dtype, self.g.dtype))
@@ -80,7 +111,12 @@ class Outer(Factor):
             return norms_of(Outer(x.flatten(0, 1), g.flatten(0, 1)).norms().view(x.shape[:2]))
         n, t, i = x.shape
         plan = costs.outer_norms(n, t, i, g.shape[-1], x.element_size())
-        return self.rooted(*self.by_gram()) if plan.strategy == "gram" else super().norms()
+        return self._norms_by(self._fastest("norms", plan.strategy, self._norms_by))
+
+    def _norms_by(self, way: str) -> Tensor:
+        if way == "quick":
+            return quick_grads.of_matrix(self.x, self.g, self.g.new_empty(len(self.g)))
+        return self.rooted(*self.by_gram()) if way == "gram" else super().norms()
 
     def norms_with(self, memo: NormMemo) -> Tensor:
         if self.x.dim() != 2:

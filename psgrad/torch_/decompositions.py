@@ -23,7 +23,8 @@ def table() -> dict[Any, Callable[..., Any]]:
     from torch._inductor.decomposition import select_decomp_table
 
     known = dict(select_decomp_table())
-    own = {_aten.mm.default: _mm, _aten.addmm.default: _addmm, _aten.mv.default: _mv, _aten.hypot.default: _hypot}
+    own: dict[Any, Callable[..., Any]] = {_aten.mm.default: _mm, _aten.addmm.default: _addmm}
+    own |= {_aten.mv.default: _mv, _aten.hypot.default: _hypot}
     return known | {op: _in_front(function, known.get(op)) for op, function in own.items()}
 
 
