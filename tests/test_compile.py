@@ -26,7 +26,7 @@ from psgrad.compilation import recording
 from psgrad.compilation.recording import Recording
 from psgrad.compilation.sizes import padded_size
 from psgrad.compilation.surroundings import Surroundings
-from psgrad.factors import conv_costs, warm_memory
+from psgrad.factors import clock, warm_memory
 from psgrad.rules import quick_steps
 from psgrad.torch_ import cpp, graphs
 
@@ -1665,29 +1665,25 @@ def test_recurrent_layers_have_one_graph(by_hand: bool) -> None:
     assert step.cache_info()[:3] == (3, 0, 1)
 
 
-def test_large_convolutions_are_measured() -> None:
+def test_large_convolutions_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever way is the fastest, the numbers are the same; what has a bound on memory is planned by estimates."""
+    monkeypatch.setattr(clock, "_fastest", fastest := dict[Any, str]())
     model = nn.Conv2d(16, 16, 3, padding=1).double()
     fn, params = psgrad.from_module(model, lambda y, target: (y * target).sum())
     x, target = torch.randn(16, 16, 32, 32, dtype=D), torch.randn(16, 16, 32, 32, dtype=D)
-    known = dict(conv_costs._fastest)
-    try:
-        for strategy in ("patches", "grouped", "loop"):
-            conv_costs._fastest.clear()
-            for max_bytes in ("1GB", None):
-                step = psgrad.compile(psgrad.per_sample_grads, fn, backend="replay", max_bytes=max_bytes)
-                for scale in (1, 2):
-                    check(step, params, (x, scale * target))
-                assert len(conv_costs._fastest) == (max_bytes is None)
-            (key,) = conv_costs._fastest
-            conv_costs._fastest[key] = strategy
-            step = psgrad.compile(psgrad.per_sample_grads, fn, backend="replay")
-            check(step, params, (x, target))
-            calls = [op for graph in recordings(step) for op in graph.ops].count("aten.convolution_backward.default")
-            assert calls == {"patches": 0, "grouped": 1, "loop": 16}[strategy]
-    finally:
-        conv_costs._fastest.clear()
-        conv_costs._fastest.update(known)
+    for strategy in ("patches", "grouped", "loop"):
+        fastest.clear()
+        for max_bytes in ("1GB", None):
+            step = psgrad.compile(psgrad.per_sample_grads, fn, backend="replay", max_bytes=max_bytes)
+            for scale in (1, 2):
+                check(step, params, (x, scale * target))
+            assert len(fastest) == (max_bytes is None)
+        (key,) = fastest
+        fastest[key] = strategy
+        step = psgrad.compile(psgrad.per_sample_grads, fn, backend="replay")
+        check(step, params, (x, target))
+        calls = [op for graph in recordings(step) for op in graph.ops].count("aten.convolution_backward.default")
+        assert calls == {"patches": 0, "grouped": 1, "loop": 16}[strategy]
 
 
 def test_kernels_of_small_graphs_are_called_from_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
