@@ -19,32 +19,28 @@ _TURNS = 4  # that each way gets; the first warms up
 
 
 class _Thread(threading.local):
-    measures = in_cpp = False
+    measures = False  # whether the clock decides
+    in_cpp = False  # whether kernels of ours in C++ take part
 
 
-_thread = _Thread()
+here = _Thread()
 _fastest: dict[Hashable, str] = {}  # the ways that were measured, by all that their time depends on
 
 
 @contextmanager
 def measured(in_cpp: bool) -> Iterator[None]:
     """Inside, the clock decides. `in_cpp`: kernels of ours in C++ take part."""
-    before = _thread.measures, _thread.in_cpp
-    _thread.measures, _thread.in_cpp = True, in_cpp
+    before = here.measures, here.in_cpp
+    here.measures, here.in_cpp = True, in_cpp
     try:
         yield
     finally:
-        _thread.measures, _thread.in_cpp = before
+        here.measures, here.in_cpp = before
 
 
-def decides(x: Tensor, g: Tensor) -> bool:
-    """Whether the clock decides how to go about a product of these."""
-    return _thread.measures and type(x) is Tensor and x.is_cpu and x.numel() > 0 and g.numel() > 0
-
-
-def has_cpp() -> bool:
-    """Whether kernels of ours in C++ take part."""
-    return _thread.in_cpp
+def can_tell(x: Tensor, g: Tensor) -> bool:
+    """Whether there is anything to be measured of a product of these."""
+    return type(x) is Tensor and x.is_cpu and x.numel() > 0 and g.numel() > 0
 
 
 def fastest(question: Hashable, x: Tensor, g: Tensor, ways: Sequence[str], run: Callable[[str], object]) -> str:

@@ -219,7 +219,7 @@ def fastest(
 ) -> str | None:
     """The strategy by which `run` answers a question ("gradients", "norms") in the least time, where the clock decides;
     None where it is not worth a look."""
-    if not clock.decides(x, g):
+    if not (clock.here.measures and clock.can_tell(x, g)):
         return None
     known = estimates(x.shape, g.shape, geometry, kernel)
     least = min(known.values())
@@ -229,7 +229,7 @@ def fastest(
         ways = [conv_norms(x.shape, g.shape, geometry, kernel, x.element_size()).strategy]
     else:
         ways = [strategy for strategy, price in known.items() if price <= _NEAR * least]
-    if clock.has_cpp() and quick_grads.is_for_convolution(x, g, geometry):
+    if clock.here.in_cpp and quick_grads.is_for_convolution(x, g, geometry):
         ways.append("quick")
     return clock.fastest((question, geometry, kernel), x, g, ways, run)
 

@@ -52,7 +52,7 @@ class Outer(Factor):
         return x.nbytes + g.nbytes, g.nbytes * x.shape[1]  # one position: often a small call
 
     def dense(self, out: Tensor | None = None) -> Tensor:
-        if self._fastest("gradients", "product", self._by) == "quick":
+        if clock.here.in_cpp and self._fastest("gradients", "product", self._by) == "quick":
             return self._quick(out)
         return self._product(out)
 
@@ -94,9 +94,13 @@ class Outer(Factor):
         return out.copy_(self._quick())
 
     def _fastest(self, question: str, usual: str, run: Callable[[str], Tensor]) -> str:
-        """The way by which `run` answers a question in the least time, where the clock decides; else the usual one."""
+        """The way by which `run` answers a question in the least time; where it is not worth a look, the usual one."""
         x, g = self.x, self.g
-        if x.dim() != 3 or not clock.has_cpp() or x.numel() * g.shape[2] < _WORTH or not clock.decides(x, g):
+        if (
+            x.dim() != 3
+            or x.numel() * g.shape[2] < _WORTH
+            or not (clock.can_tell(x, g) and quick_grads.is_for_matrix(x, g))
+        ):
             return usual
         ways = [usual, "quick"] if quick_grads.is_for_matrix(x, g) else [usual]
         return clock.fastest((question, "matrix"), x, g, ways, run)
@@ -111,7 +115,8 @@ class Outer(Factor):
             return norms_of(Outer(x.flatten(0, 1), g.flatten(0, 1)).norms().view(x.shape[:2]))
         n, t, i = x.shape
         plan = costs.outer_norms(n, t, i, g.shape[-1], x.element_size())
-        return self._norms_by(self._fastest("norms", plan.strategy, self._norms_by))
+        way = self._fastest("norms", plan.strategy, self._norms_by) if clock.here.in_cpp else plan.strategy
+        return self._norms_by(way)
 
     def _norms_by(self, way: str) -> Tensor:
         if way == "quick":
