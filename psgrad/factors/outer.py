@@ -96,11 +96,7 @@ class Outer(Factor):
     def _fastest(self, question: str, usual: str, run: Callable[[str], Tensor]) -> str:
         """The way by which `run` answers a question in the least time; where it is not worth a look, the usual one."""
         x, g = self.x, self.g
-        if (
-            x.dim() != 3
-            or x.numel() * g.shape[2] < _WORTH
-            or not (clock.can_tell(x, g) and quick_grads.is_for_matrix(x, g))
-        ):
+        if x.dim() != 3 or x.numel() * g.shape[2] < _WORTH or not clock.can_tell(x, g):
             return usual
         ways = [usual, "quick"] if quick_grads.is_for_matrix(x, g) else [usual]
         return clock.fastest((question, "matrix"), x, g, ways, run)
