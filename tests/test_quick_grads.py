@@ -23,6 +23,9 @@ pytestmark = pytest.mark.skipif(graphs.missing_compiler() is not None, reason="n
 OPS = ("psgrad.convolution_gradients.default", "psgrad.matrix_gradients.default")
 
 
+TWO_GROUPS = ConvGeometry((1,), (0,), (1,), 2), (1,)  # a kernel of one tap
+
+
 def close(found: Tensor, right: Tensor) -> None:
     torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=2e-6 * float(right.abs().max()) + 1e-30)
 
@@ -114,8 +117,10 @@ def test_norms_beyond_the_range_of_squares() -> None:
     scales = torch.tensor([1e-30, 1e30, 1.0, torch.nan, torch.inf])
     x, g = torch.randn(5, 6, 3), torch.randn(5, 6, 8) * scales[:, None, None]
     right = (g.double().mT @ x.double()).flatten(1).norm(dim=1)
-    torch.testing.assert_close(Outer(x, g)._norms_by("quick")[:3].double(), right[:3], rtol=1e-5, atol=0)
-    assert Outer(x, g)._norms_by("quick").isfinite().tolist() == [True] * 3 + [False] * 2
+    in_groups = Patches(x.mT[:, None].repeat(1, 1, 2, 1), g.mT[:, None].repeat(1, 1, 2, 1), *TWO_GROUPS)
+    for norms, exact in ((Outer(x, g)._norms_by("quick"), right), (in_groups._norms_by("quick"), right * 2**0.5)):
+        torch.testing.assert_close(norms[:3].double(), exact[:3], rtol=1e-5, atol=0)
+        assert norms.isfinite().tolist() == [True] * 3 + [False] * 2
 
 
 @pytest.mark.parametrize(

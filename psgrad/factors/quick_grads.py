@@ -16,6 +16,7 @@ from torch import Tensor
 from ..torch_ import cpp, tracing
 from ..torch_.operators import one_op
 from .costs import ConvGeometry
+from .numerics import norms_of
 
 LEAST_OUTPUTS = 8  # of a group: those of a position fill a vector, of fewer most of it would be zeros
 
@@ -54,7 +55,7 @@ def of_convolution(x: Tensor, g: Tensor, geometry: ConvGeometry, kernel: Sequenc
     sizes += [*ones, *kernel, *ones, *geometry.stride, *zeros, *geometry.padding, *ones, *geometry.dilation]
     of_groups = result.new_empty(samples) if norms and groups > 1 else result
     _CONVOLUTION(of_groups, x.contiguous(), g.contiguous(), sizes)
-    return result if of_groups is result else torch.linalg.vector_norm(of_groups.view(-1, groups), dim=1, out=result)
+    return result if of_groups is result else result.copy_(norms_of(of_groups.view(-1, groups)))
 
 
 def of_matrix(x: Tensor, g: Tensor, result: Tensor) -> Tensor:
