@@ -448,6 +448,24 @@ def test_another_dtype_and_other_strides() -> None:
     assert free.cache_info().graphs == 3
 
 
+@pytest.mark.parametrize("backend", ["replay", "inductor"])
+def test_directions_elsewhere_in_memory(backend: Any) -> None:
+    """A matrix that is used in parts reads a part of each direction, which may be a row of a larger tensor."""
+    if backend == "inductor" and graphs.missing_compiler() is not None:
+        pytest.skip("no C++ compiler")
+    torch.manual_seed(0)
+
+    def fn(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        return (F.linear(x, p["w"][:5]) * F.linear(x, p["w"][5:]).tanh()).sum()
+
+    params, batch, directions = {"w": torch.randn(10, 6)}, torch.randn(4, 3, 6), torch.randn(3, 10, 6)
+    step = psgrad.compile(psgrad.per_sample_dots, fn, backend=backend)
+    for direction in (directions[1], directions[0], directions[2]):
+        given = params, batch, {"w": direction}
+        torch.testing.assert_close(step(*given), psgrad.per_sample_dots(fn, *given))
+    assert step.cache_info()[:2] == (3, 0)
+
+
 def test_the_same_tensor_twice_is_two_inputs() -> None:
     fn = lambda p, x: (p["a"] * x).sum() ** 2 + (p["b"] * x).sum() ** 3
     step, w, x = compiled_norms(fn, per_param=True), torch.randn(3, dtype=D), torch.randn(N, 3, dtype=D)

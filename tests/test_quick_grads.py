@@ -198,6 +198,26 @@ def test_they_are_in_graphs(quantity: Callable[..., Any]) -> None:
         assert step(params, batch).isnan().nonzero().tolist() == [[3]]
 
 
+@pytest.mark.parametrize("way", ["quick", "patches"])
+def test_what_the_compiler_lays_out_otherwise(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs that are contiguous where they are recorded, and not in compiled code; and one that has gaps."""
+    monkeypatch.setattr(clock, "fastest", lambda *_: way)
+    torch.manual_seed(0)
+
+    def fn(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        inputs = F.logsigmoid(x), F.channel_shuffle(x[None], 2)[0], x.tanh()[4:]
+        return sum((F.conv2d(t, w).square().mean() for t, w in zip(inputs, p.values(), strict=True)), x.new_zeros(()))
+
+    params = {str(i): torch.randn(16, channels, 3, 3) for i, channels in enumerate((8, 8, 4))}
+    step = psgrad.compile(psgrad.per_sample_grads, fn, backend="inductor")
+    for layout in (torch.channels_last, torch.contiguous_format):
+        batch = torch.randn(16, 8, 34, 34).contiguous(memory_format=layout)
+        found = step(params, batch)
+        torch.testing.assert_close(found, psgrad.per_sample_grads(fn, params, batch), rtol=1e-4, atol=1e-5)
+    assert step.cache_info()[:2] == (2, 0)
+    assert len(ran(step)) == (6 if way == "quick" else 0)
+
+
 @pytest.mark.usefixtures("always")
 def test_where_they_are_not_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replay needs no compiler, max_bytes is planned by other ways, and a compiler may fail."""

@@ -283,10 +283,24 @@ def size_of(g: Tensor) -> int:
 
 def windows(x: Tensor, geometry: costs.ConvGeometry, kernel: Sequence[int], size: Sequence[int]) -> Tensor:
     """A view (N, C, *K, B, *S') of the padded input (N, B, C, *S): what each tap of the kernel meets."""
-    (n, b, c), (by_n, by_b, by_c, *by_s) = x.shape[:3], x.stride()
-    taps = [s * d for s, d in zip(by_s, geometry.dilation, strict=True)]
-    moves = [s * d for s, d in zip(by_s, geometry.stride, strict=True)]
-    return x.as_strided((n, c, *kernel, b, *size), (by_n, by_c, *taps, by_b, *moves))
+    axes = len(kernel)
+    for axis in range(axes):
+        x = _along(x, 3 + axis, axis, geometry, kernel, size)
+    return x.permute(0, 2, *range(3 + axes, 3 + 2 * axes), 1, *range(3, 3 + axes))
+
+
+def _along(
+    x: Tensor, at: int, axis: int, geometry: costs.ConvGeometry, kernel: Sequence[int], size: Sequence[int]
+) -> Tensor:
+    """A view with the positions of one axis of the output at `at`, and what the kernel meets there behind all else.
+
+    Not by as_strided: a compiler lays tensors out as it likes, and of some that have gaps reads other memory.
+    """
+    stride, dilation = geometry.stride[axis], geometry.dilation[axis]
+    x = x.unfold(at, dilation * (kernel[axis] - 1) + 1, stride)
+    if x.shape[at] != size[axis]:
+        x = x.narrow(at, 0, size[axis])
+    return x[..., ::dilation] if dilation > 1 else x
 
 
 class Columns:
@@ -328,12 +342,10 @@ class Columns:
     def _by_rows(self, x: Tensor) -> Tensor:
         """The same view, of a copy shifted along the last axis: several of the input's rows are one row of it."""
         assert self.shifted is not None
-        stride, _, dilation, _ = self.geometry
-        by_n, by_b, by_c, *by_s, by_last = x.stride()
+        last = len(self.kernel) - 1
         y = self.shifted[: len(x)]  # (N, C, K, B, *S, S') with the last of K and of S'
-        y.copy_(x.as_strided(y.shape, (by_n, by_c, by_last * dilation[-1], by_b, *by_s, by_last * stride[-1])))
-        by_n, by_c, by_k, by_b, *by_s, by_last = y.stride()
-        taps = [s * d for s, d in zip(by_s, dilation[:-1], strict=True)]
-        moves = [s * d for s, d in zip(by_s, stride[:-1], strict=True)]
-        shape = (len(x), x.shape[2], *self.kernel, x.shape[1], *self.size)
-        return y.as_strided(shape, (by_n, by_c, *taps, by_k, by_b, *moves, by_last))
+        rows = _along(x, 3 + last, last, self.geometry, self.kernel, self.size)
+        y.copy_(rows.permute(0, 2, 4 + last, 1, *range(3, 4 + last)))
+        for axis in range(last):
+            y = _along(y, 4 + axis, axis, self.geometry, self.kernel, self.size)
+        return y.permute(0, 1, *range(5 + last, 5 + 2 * last), 2, 3, *range(4, 5 + last))

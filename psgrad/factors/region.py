@@ -22,6 +22,11 @@ class Region(NamedTuple):
         shape, strides = (len(grads), *self.shape), (prod(grads.shape[1:]), *self.strides)
         return grads.as_strided(shape, strides, grads.storage_offset() + self.offset)
 
+    def read(self, rows: Tensor) -> Tensor:
+        """The same of `rows` that are somebody else's, to be read: a graph is run with others, elsewhere in memory."""
+        shape, strides = (len(rows), *self.shape), (prod(rows.shape[1:]), *self.strides)
+        return rows.flatten()[self.offset :].as_strided(shape, strides)
+
     def coalesced(self) -> "Region":
         """The same numbers in the same order along as few axes as can be."""
         shape: list[int] = []

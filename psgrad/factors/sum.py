@@ -178,7 +178,8 @@ class Sum(Factor):
     def along(self, directions: Tensor) -> Tensor:
         total: Tensor | None = None
         for term in self.terms:
-            own = term.rows(directions).reshape(len(directions), *term.factor.shape).contiguous()
+            own = directions if term.region is None else term.region.read(directions)
+            own = own.reshape(len(directions), *term.factor.shape).contiguous()
             found = term.factor.along(own)
             total = found if total is None else total.add_(found)
         assert total is not None
