@@ -5,6 +5,7 @@ A block of a page begins with `<!-- figures: NAME -->` and ends with `<!-- /figu
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -60,8 +61,9 @@ def figure(ratios: Ratios, *key: str) -> str:
 
 def speed(ratios: Ratios) -> str:
     """Times of the models that the README shows."""
-    columns = (("grads", "vmap(grad)"), ("grads", "psgrad"), ("norms", "psgrad"), ("clipped", "psgrad"))
-    head = ["workload", "N", "gradients: `vmap(grad)`", "psgrad", "norms: psgrad", "clipped sum: psgrad"]
+    columns = [("grads", "vmap(grad)"), *product(("grads", "norms", "clipped"), (OURS[0], OURS[2]))]
+    head = ["workload", "N", "gradients: `vmap(grad)`", "psgrad", "compiled", "norms: psgrad", "compiled"]
+    head += ["clipped sum: psgrad", "compiled"]
     return table(head, times(ratios, {name: MODELS[name] for name in SHORT}, columns))
 
 
@@ -88,35 +90,44 @@ def compiled(ratios: Ratios) -> str:
     return table([*head, "clipped sum: psgrad"], times(ratios, {name: name for name in WORKLOADS}, columns))
 
 
-def leaders(ratios: Ratios) -> dict[tuple[str, str], list[tuple[float, str]]]:
+def leaders(ratios: Ratios, ours: str) -> dict[tuple[str, str], list[tuple[float, str]]]:
     """Who is clearly ahead of psgrad, by workload and quantity, the fastest first."""
     found = {}
+    aside = (BASE, *OURS, *(BY_TORCH if ours == OURS[0] else BY_TORCH[:1]))
     for workload, quantity in product(WORKLOADS, WORDS):
-        own = ratios.get(("time", quantity, workload, OURS[0])) or 0.0
-        names = [name for name in PEERS if name not in (BASE, *OURS, *BY_TORCH)]
+        own = ratios.get(("time", quantity, workload, ours)) or 0.0
+        names = [name for name in PEERS if name not in aside]
         others = [(ratios.get(("time", quantity, workload, name)), name) for name in names]
         if faster := sorted((r, name) for r, name in others if r and r * CLEARLY < own):
             found[workload, quantity] = faster
     return found
 
 
-def ahead(ratios: Ratios) -> str:
+def ahead(ratios: Ratios, ours: str = OURS[0]) -> str:
     """Where a peer takes less time than psgrad, as a table."""
     rows = [
         [f"{workload}, {WORDS[quantity]}", ", ".join(f"{name} {r:.2f}" for r, name in faster), own]
-        for (workload, quantity), faster in leaders(ratios).items()
-        for own in [figure(ratios, "time", quantity, workload, OURS[0])]
+        for (workload, quantity), faster in leaders(ratios, ours).items()
+        for own in [figure(ratios, "time", quantity, workload, ours)]
     ]
-    return table(["where", "ahead of psgrad", "psgrad"], rows, words=2) if rows else "Nobody, in this run.\n"
+    return table(["where", f"ahead of {ours}", ours], rows, words=2) if rows else "Nobody, in this run.\n"
 
 
 def in_words(ratios: Ratios) -> str:
     """The same in a sentence: who, and on which models."""
+    called, compiled = (_named(leaders(ratios, ours)) for ours in (OURS[0], OURS[2]))
+    return (
+        f"Ahead of psgrad there for some quantity, by a twentieth or more: {called}; of what `psgrad.compile` made, "
+        f"with `torch.compile(vmap(grad))` among the peers: {compiled}.\n"
+    )
+
+
+def _named(faster: Mapping[tuple[str, str], Sequence[tuple[float, str]]]) -> str:
     names: dict[str, dict[str, None]] = {}
-    for (workload, _), faster in leaders(ratios).items():
-        names.setdefault(workload, {}).update(dict.fromkeys(name for _, name in faster))
+    for (workload, _), peers in faster.items():
+        names.setdefault(workload, {}).update(dict.fromkeys(name for _, name in peers))
     parts = [f"{' and '.join(who)} on {MODELS[workload]}" for workload, who in names.items()]
-    return f"Ahead of psgrad there for some quantity, by a twentieth or more: {'; '.join(parts) or 'nobody'}.\n"
+    return ", ".join(parts) or "nobody"
 
 
 def memory(ratios: Ratios) -> str:
@@ -141,6 +152,7 @@ BLOCKS: dict[str, Callable[[Ratios], str]] = {
     "time": time,
     "compiled": compiled,
     "ahead": ahead,
+    "ahead-compiled": partial(ahead, ours=OURS[2]),
     "ahead-in-words": in_words,
     "memory": memory,
     "large": large,

@@ -56,13 +56,15 @@ def test_pages_are_filled_from_records(tmp_path: Path, monkeypatch: pytest.Monke
     assert capsys.readouterr().out.splitlines() == [str(copy) for copy in copies]
     assert results.about(tmp_path / "kept.json")["runs"] == [{"torch": "2.0", "command": "workloads"}]
     readme, site = (copy.read_text() for copy in copies)
-    assert block(readme, "speed")[2] == ["MLP 20-64-2", "64", "21.00", "1.10", "1.20", "1.30"]
+    assert block(readme, "speed")[2] == ["MLP 20-64-2", "64", "21.00", "1.10", "21.00", "1.20", "21.00", "1.30", "21.00"]
     assert block(site, "time")[3] == ["mlp: MLP 784-1024-1024-10", "256", "22.00", "2.10", "22.00", "2.20", "2.30"]
     assert block(site, "compiled")[2] == ["mlp-tiny", "64", "21.00", "21.00", "21.00", "21.00", "21.00"]
     assert block(site, "memory")[2] == [f"{n}.30" for n in range(2, 11)]
     assert block(site, "large")[2] == ["ResNet-50, images of 160 x 160", "4", "11.20", "11.20", "11.30", "11.30"]
     assert block(site, "ahead")[2:] == [["mlp-tiny, norms", "JAX 0.50", "1.20"]]
-    assert "by a twentieth or more: JAX on MLP 20-64-2.\n" in readme
+    assert block(site, "ahead-compiled")[2:] == [["mlp-tiny, norms", "JAX 0.50", "21.00"]]
+    assert "by a twentieth or more: JAX on MLP 20-64-2; of what" in readme
+    assert "among the peers: JAX on MLP 20-64-2.\n" in readme
     for page, text in zip(pages.PAGES, (readme, site), strict=True):  # the words around them stay
         assert pages.BLOCK.sub("", text) == pages.BLOCK.sub("", page.read_text())
         assert pages.filled(text, measured()) == text
@@ -90,6 +92,8 @@ def test_what_torch_compiles_is_held_against_what_psgrad_compiles() -> None:
     page = "<!-- figures: ahead -->\n<!-- /figures -->\n"
     faster = Record("time", "grads", "gpt", 7, "compiled vmap(grad)", Measured(0.1, 1.0, 3), 0.1)
     assert pages.filled(page, [*measured(), faster]) == pages.filled(page, measured())
+    compiled = pages.filled(page.replace("ahead", "ahead-compiled"), [*measured(), faster])
+    assert ["gpt, gradients", "compiled vmap(grad) 0.10", "28.00"] in block(compiled, "ahead-compiled")
 
 
 def test_nobody_ahead_is_said_so() -> None:
@@ -105,7 +109,11 @@ def test_every_block_is_on_a_page() -> None:
 
 def test_readme_and_site_have_the_same_figures() -> None:
     readme, site = (page.read_text() for page in pages.PAGES)
-    on_site = {row[0].partition(": ")[2]: [*row[1:4], *row[5:]] for row in block(site, "time")[2:]}
+    on_site, compiled = dict[str, list[str]](), {row[0]: row[4:] for row in block(site, "compiled")[2:]}
+    for name, *figures in ([row[0], *row[1:4], *row[5:]] for row in block(site, "time")[2:]):
+        short, _, words = name.partition(": ")
+        by_quantity = [f for pair in zip(figures[2:], compiled[short], strict=True) for f in pair]
+        on_site[words] = [*figures[:2], *by_quantity]
     assert {row[0]: row[1:] for row in block(readme, "speed")[2:]}.items() <= on_site.items()
     assert len(block(readme, "speed")) == 2 + len(pages.SHORT)
     assert [row[0].partition(":")[0] for row in block(site, "time")[2:]] == list(WORKLOADS)
