@@ -60,14 +60,18 @@ def unfolded(t: Tensor) -> Tensor | None:
     if t.requires_grad or base.requires_grad:  # a graph may have come another way than the memory
         node: Any = t.grad_fn
         below = base.grad_fn
-        if type(node).__name__ != "UnsqueezeBackward0" or 0 <= node._saved_dim < 1 << 63:  # below 0, perhaps unsigned
+        if type(node).__name__ != "UnsqueezeBackward0" or node._saved_dim & _BITS != -base.dim() & _BITS:
             return None  # not the node of `parted`: a Function, say, with a backward of its own
         if t._backward_hooks or below is None or node.next_functions != ((below, base.output_nr),):
             return None  # `fn` may have a hook there; fully_shard has hooks on the tensor
+        return base if base.is_contiguous() else None
     if not (base.is_contiguous() and t.is_contiguous()) or base.dtype is not t.dtype:
         return None
     shape = t.shape
     return base if base.shape == (shape[0] * shape[1], *shape[2:]) else None
+
+
+_BITS = (1 << 64) - 1  # of a node's axis, which some versions of torch show without its sign
 
 
 def folded(t: Tensor) -> Tensor:
