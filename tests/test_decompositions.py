@@ -47,6 +47,7 @@ def test_hypot() -> None:
     both = (a.isinf() & b.isnan()) | (a.isnan() & b.isinf())  # torch says infinite, and neither is finite
     torch.testing.assert_close(found[~both], right[~both], rtol=4e-16, atol=0, equal_nan=True)
     assert not found[both].isfinite().any()
+    assert decompositions._hypot(torch.ones(3, 4), torch.ones(4, 3).mT) is NotImplemented  # laid out otherwise
 
 
 def test_they_are_in_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,17 @@ def test_pages_are_filled_from_records(tmp_path: Path, monkeypatch: pytest.Monke
     assert capsys.readouterr().out.splitlines() == [str(copy) for copy in copies]
     assert results.about(tmp_path / "kept.json")["runs"] == [{"torch": "2.0", "command": "workloads"}]
     readme, site = (copy.read_text() for copy in copies)
-    assert block(readme, "speed")[2] == ["MLP 20-64-2", "64", "21.00", "1.10", "21.00", "1.20", "21.00", "1.30", "21.00"]
+    assert block(readme, "speed")[2] == [
+        "MLP 20-64-2",
+        "64",
+        "21.00",
+        "1.10",
+        "21.00",
+        "1.20",
+        "21.00",
+        "1.30",
+        "21.00",
+    ]
     assert block(site, "time")[3] == ["mlp: MLP 784-1024-1024-10", "256", "22.00", "2.10", "22.00", "2.20", "2.30"]
     assert block(site, "compiled")[2] == ["mlp-tiny", "64", "21.00", "21.00", "21.00", "21.00", "21.00"]
     assert block(site, "memory")[2] == [f"{n}.30" for n in range(2, 11)]
