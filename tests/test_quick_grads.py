@@ -175,7 +175,6 @@ QUANTITIES: dict[Callable[..., Any], dict[str, Any]] = {
     psgrad.per_sample_grads: {},
     psgrad.per_sample_norms: {},
     psgrad.clipped_grad: {"max_norm": 0.5},
-    psgrad.grad_stats: {},
 }
 
 
