@@ -456,14 +456,19 @@ def test_directions_elsewhere_in_memory(backend: Any) -> None:
     torch.manual_seed(0)
 
     def fn(p: dict[str, Tensor], x: Tensor) -> Tensor:
-        return (F.linear(x, p["w"][:5]) * F.linear(x, p["w"][5:]).tanh()).sum()
+        return (F.linear(x, p["w"][:5]) * F.linear(x, p["w"][5:]).tanh()).sum() * p["w"][2, 3]
 
     params, batch, directions = {"w": torch.randn(10, 6)}, torch.randn(4, 3, 6), torch.randn(3, 10, 6)
     step = psgrad.compile(psgrad.per_sample_dots, fn, backend=backend)
-    for direction in (directions[1], directions[0], directions[2]):
-        given = params, batch, {"w": direction}
-        torch.testing.assert_close(step(*given), psgrad.per_sample_dots(fn, *given))
-    assert step.cache_info()[:2] == (3, 0)
+    grads = psgrad.testing.loop_grads(fn, params, batch)["w"].flatten(1)
+    for direction in (directions[1], directions[0], directions[2], torch.randn(6, 20)[:, 3:13].mT):
+        right = grads @ direction.flatten()
+        for found in (
+            step(params, batch, {"w": direction}),
+            psgrad.per_sample_dots(fn, params, batch, {"w": direction}),
+        ):
+            torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
+    assert step.cache_info()[:2] == (4, 0)
 
 
 def test_the_same_tensor_twice_is_two_inputs() -> None:

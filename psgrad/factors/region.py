@@ -3,7 +3,10 @@
 from math import prod
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+from ..torch_ import tracing
 
 
 class Region(NamedTuple):
@@ -23,9 +26,16 @@ class Region(NamedTuple):
         return grads.as_strided(shape, strides, grads.storage_offset() + self.offset)
 
     def read(self, rows: Tensor) -> Tensor:
-        """The same of `rows` that are somebody else's, to be read: a graph is run with others, elsewhere in memory."""
-        shape, strides = (len(rows), *self.shape), (prod(rows.shape[1:]), *self.strides)
-        return rows.flatten()[self.offset :].as_strided(shape, strides)
+        """The same of `rows` (N, *shape) that are somebody else's, perhaps with gaps."""
+        flat = rows.flatten(1)
+        if not tracing.is_recorded():
+            shape, strides = (len(flat), *self.shape), (flat.stride(0), *self.strides)
+            return flat.as_strided(shape, strides, flat.storage_offset() + self.offset)
+        # A graph is run with others, elsewhere in memory, and of views compilers do not know where they begin.
+        index = torch.full((1,), self.offset, device=flat.device)
+        for size, stride in zip(self.shape, self.strides, strict=True):
+            index = (index[:, None] + torch.arange(size, device=flat.device) * stride).flatten()
+        return flat.index_select(1, index).view(len(flat), *self.shape)
 
     def coalesced(self) -> "Region":
         """The same numbers in the same order along as few axes as can be."""
