@@ -448,6 +448,43 @@ def test_another_dtype_and_other_strides() -> None:
     assert free.cache_info().graphs == 3
 
 
+@pytest.mark.parametrize(
+    ("quantity", "options"), [(psgrad.per_sample_norms, {}), (psgrad.clipped_grad, {"max_norm": 0.1})]
+)
+def test_a_layer_read_at_one_end(quantity: Any, options: dict[str, Any]) -> None:
+    """What a loss reads of the way back has met one position: the matrix of the state has a gradient of zero."""
+    torch.manual_seed(0)
+
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.head = nn.GRU(3, 16, batch_first=True, bidirectional=True), nn.Linear(32, 2)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.head(self.rnn(x)[0][:, -1])
+
+    fn, params = psgrad.from_module(Last().double(), F.cross_entropy)
+    step = psgrad.compile(quantity, fn, backend="replay", **options)
+    for _ in range(3):
+        batch = torch.randn(5, 6, 3, dtype=D), torch.randint(2, (5,))
+        torch.testing.assert_close(step(params, batch), quantity(fn, params, batch, **options))
+    assert step.cache_info()[:3] == (3, 0, 1)
+
+
+def test_a_call_that_fails_says_nothing_of_others() -> None:
+    """Its error is the eager call's, without a word on graphs, and the next call is recorded."""
+    fn = lambda p, s: F.cross_entropy(s[0] @ p, s[1])
+    p, x, y = torch.randn(4, 3, dtype=D), torch.randn(5, 4, dtype=D), torch.randint(3, (5,))
+    step = compiled_norms(fn)
+    for n in (5, 5, 4):  # of 4, filled up
+        with warnings.catch_warnings(), pytest.raises(IndexError, match="out of bounds"):
+            warnings.simplefilter("error")
+            step(p, (x[:n], torch.full((n,), 7)))
+    for n in (5, 4, 5):
+        torch.testing.assert_close(step(p, (x[:n], y[:n])), psgrad.per_sample_norms(fn, p, (x[:n], y[:n])))
+    assert step.cache_info()[:3] == (3, 3, 1)
+
+
 @pytest.mark.parametrize("backend", ["replay", "inductor"])
 def test_directions_elsewhere_in_memory(backend: Any) -> None:
     """A matrix that is used in parts reads a part of each direction, which may be a row of a larger tensor."""

@@ -12,7 +12,7 @@ from ..torch_.storage import are_one_memory
 from . import assumptions, clock, costs, huge_pages, quick_grads
 from .base import Factor, Kron, NormMemo
 from .maps import Side, applied, gram_of
-from .numerics import cast, lost_below, norms_of, scaled, vanishing, wide_norms, widened, widest
+from .numerics import cast, lost_below, norms_of, scaled, wide_norms, widened, widest
 from .products import batched_product, long_product, product
 
 _WORTH = 1 << 22  # multiply-adds; of fewer, the ways are not measured
@@ -152,7 +152,10 @@ class Outer(Factor):
         return torch.cat(found), torch.cat(least)
 
     def vanishing(self) -> Tensor | None:
-        return vanishing(self.x, self.g)
+        """Where no position has both x and g: those that a loss reads at one end of a recurrent layer, say."""
+        x, g = (own := self.with_positions).x, own.g
+        met = (x.any(-1) & g.any(-1)).flatten(1).any(1)
+        return ~met & x.isfinite().flatten(1).all(1) & g.isfinite().flatten(1).all(1)
 
     def weighted_sum(self, w: Tensor | None = None) -> Tensor:
         if self.x.dim() == 4:  # each head alone
