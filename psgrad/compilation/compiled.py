@@ -34,10 +34,10 @@ from ..quantities.sums import weighted_grad
 from ..torch_ import graphs, tracing
 from ..torch_.compiler import is_compiling, uncompiled
 from .capture import Capture, functions_among
-from .recording import Backend, Recording, record
+from .entries import Entry, Recent, World
+from .recording import Backend, record
 from .signature import Call, but_for_size, plain, signature_of, structure_of
 from .sizes import SIZINGS, padded_size
-from .surroundings import Surroundings
 
 _BACKENDS = ("auto", "inductor", "replay")
 _QUANTITIES = (
@@ -115,7 +115,7 @@ def compile(
         quantity: `psgrad.per_sample_grads`, `per_sample_norms`, `clipped_grad`, `weighted_grad`, `gram`, `grad_stats`,
             `factored_grads`, `per_sample_dots`, `projected_grads`, `kron_factors`, `per_sample_jacobians` or `ntk`.
         fn: as for the quantity.
-        backend: "replay" runs the graph op by op, without a compiler; "inductor" compiles it, which takes 3 to 50 s
+        backend: "replay" runs the graph op by op, without a compiler; "inductor" compiles it, which takes 2 to 50 s
             for each graph; "auto" does both where there is a compiler and the graph is not too large, measures, and
             keeps the faster; where that is no faster than the eager call, calls stay eager.
         options: of the quantity, for every call; all but `out`, `progress`, `differentiable`, `group` and `sharded`.
@@ -152,41 +152,8 @@ def compile(
 
 def _refuse_options(options: dict[str, Any]) -> None:
     for name in ("out", "progress", "differentiable", "group", "sharded"):
-        if options.get(name) not in (None, False):
+        if (given := options.get(name)) is not None and given is not False:
             raise ArgumentError(f"{name}= does not go with psgrad.compile\n  call the quantity itself for that.")
-
-
-# ---- what is remembered ----------------------------------------------------------------------------------
-
-
-class _Entry:
-    """The graphs for calls of one signature, the one that was good last in front."""
-
-    def __init__(self) -> None:
-        self.graphs: list[Recording] = []
-        self.strikes = 0  # calls in a row that no graph was good for
-        self.given_up = False  # such calls run eagerly
-        self.stays_eager = False  # the eager call is faster than its graph
-        self.size: int | None = None  # the batch is filled up to so many samples: graphs are those of that size
-
-
-class _World:
-    """What `fn` reads besides its arguments, and the graphs that are good as long as that stays."""
-
-    def __init__(self, fn: Any) -> None:
-        self.surroundings = Surroundings(fn)
-        self.entries: dict[Any, _Entry] = {}
-        self.sizes: dict[Any, list[int]] = {}  # of batches that there are graphs for, by the signature but for the size
-
-
-class _Recent(NamedTuple):
-    """The last call that a graph was there for: of one like it nothing has to be worked out."""
-
-    world: _World
-    structure: tuple[Any, ...]
-    settings: tuple[Any, ...]
-    are_alike: Callable[..., bool]  # tensors, to those of that call
-    entry: _Entry
 
 
 # ---- the callable ----------------------------------------------------------------------------------------
@@ -227,8 +194,8 @@ class Compiled:
     def clear(self) -> None:
         """Forget all graphs."""
         with self._lock:
-            self._worlds: list[_World] = []
-            self._recent: _Recent | None = None
+            self._worlds: list[World] = []
+            self._recent: Recent | None = None
             self._hits = self._misses = 0
             self._changes = 0  # worlds made in a row, without a call that found one of them again
             self._seconds = 0.0
@@ -283,9 +250,9 @@ class Compiled:
                 known = world.entries.get(key)
             except TypeError:  # an option that has no hash
                 return self._missed(call)
-            entry = self._made(world, key, call) if known is None else known
+            entry = self._made(world, key, call) if known is None or known.is_void else known
             if tensors and all(type(t) is Tensor for t in tensors):
-                self._recent = _Recent(world, structure, settings, graphs.likeness(tensors), entry)
+                self._recent = Recent(world, structure, settings, graphs.likeness(tensors), entry)
         if entry.stays_eager:
             return self._missed(call)
         if entry.size is not None:
@@ -293,7 +260,7 @@ class Compiled:
         found = self._run(entry, tensors)
         return self._failed(entry, call) if found is NotImplemented else self._finished(found, call)
 
-    def _world(self) -> _World | None:
+    def _world(self) -> World | None:
         """The graphs for what `fn` reads now; None where that changes all the time."""
         for i, world in enumerate(self._worlds):
             if world.surroundings.are_same():
@@ -306,11 +273,11 @@ class Compiled:
                 self._warn(f"{self._worlds[0].surroundings.changed()}, which fn reads, changes from call to call")
                 return None
             self._changes += 1
-            world = _World((self.fn, *self._functions))
+            world = World((self.fn, *self._functions))
             self._worlds = [world, *self._worlds[: _WORLDS - 1]]
             return world
 
-    def _run(self, entry: _Entry, tensors: list[Tensor]) -> Any:
+    def _run(self, entry: Entry, tensors: list[Tensor]) -> Any:
         """The result by a graph whose assumptions hold, or NotImplemented."""
         for i, graph in enumerate(entry.graphs):
             try:
@@ -345,22 +312,31 @@ class Compiled:
     def _eagerly(self, call: Call) -> Any:
         return self.quantity(self.fn, call.params, call.batch, **call.options)
 
-    def _missed(self, call: Call) -> Any:
+    def _missed(self, call: Call, entry: Entry | None = None) -> Any:
         self._misses += 1
-        return self._eagerly(call)
+        if entry is None or entry.refusal is None:
+            return self._eagerly(call)
+        try:
+            found = self._eagerly(call)
+        except Exception:
+            entry.is_void, self._recent = True, None
+            raise
+        self._warn(entry.refusal)
+        entry.refusal = None
+        return found
 
-    def _failed(self, entry: _Entry, call: Call) -> Any:
+    def _failed(self, entry: Entry, call: Call) -> Any:
         """No graph was good for this call: it runs eagerly, and the next time there will be another graph."""
         entry.strikes += 1
         if entry.given_up or not entry.graphs:
-            return self._missed(call)
+            return self._missed(call, entry)
         if entry.strikes >= _STRIKES:
             entry.given_up = True
             entry.graphs.clear()
             self._warn("what the graph assumes of the values did not hold for many calls in a row")
         elif entry.strikes > 1 and len(entry.graphs) < _VARIANTS:
             self._record(entry, call)
-        return self._missed(call)
+        return self._missed(call, entry)
 
     def _warn(self, why: str) -> None:
         if why not in self._warned:
@@ -370,12 +346,12 @@ class Compiled:
 
     # ---- new graphs --------------------------------------------------------------------------------------------
 
-    def _made(self, world: _World, key: Any, call: Call) -> _Entry:
+    def _made(self, world: World, key: Any, call: Call) -> Entry:
         """The entry for a signature that has not been there before."""
         with self._lock:
-            if key in world.entries:
+            if key in world.entries and not world.entries[key].is_void:
                 return world.entries[key]
-            entry = _Entry()
+            entry = Entry()
             sizing = SIZINGS.get(self.quantity)
             n = None if sizing is None else sizing.samples(call.batch, call.options)
             if n is not None:
@@ -395,8 +371,8 @@ class Compiled:
             world.entries[key] = entry
             return entry
 
-    def _record(self, entry: _Entry, call: Call) -> None:
-        """Another graph for an entry, good for calls like this one; or a warning that says why there is none."""
+    def _record(self, entry: Entry, call: Call) -> None:
+        """Another graph for an entry, good for calls like this one; or why there is none."""
         try:
             inspect.signature(self.quantity).bind(self.fn, call.params, call.batch, **call.options)
         except TypeError as error:
@@ -407,14 +383,15 @@ class Compiled:
         try:
             made = record(self.quantity, self.fn, tuple(call), self.backend)
         except Unrecordable as refusal:
-            self._warn(refusal.why)
+            entry.refusal = refusal.why
             return
         except PsgradError:
             raise
         except (Exception, Signal) as error:
             if is_out_of_memory(error):
                 raise
-            self._warn(f"its ops cannot be recorded ({type(error).__name__}: {str(error).splitlines()[0][:200]})")
+            words = str(error).partition("\n")[0][:200]
+            entry.refusal = f"its ops cannot be recorded ({type(error).__name__}: {words})"
             return
         self._seconds += made.seconds
         if made.backend == "eager":
@@ -423,7 +400,7 @@ class Compiled:
         else:
             entry.graphs.insert(0, made)
 
-    def _filled_up(self, world: _World, entry: _Entry, call: Call) -> Any:
+    def _filled_up(self, world: World, entry: Entry, call: Call) -> Any:
         """The result by a graph for a larger batch, filled up with copies of a sample."""
         sizing, size = SIZINGS[self.quantity], entry.size
         n = sizing.samples(call.batch, call.options)
@@ -433,9 +410,11 @@ class Compiled:
         tensors, structure = structure_of(larger, plain(larger.options))
         key = signature_of(tensors, structure, graphs.settings())
         target = world.entries.get(key)
-        if target is None:
+        if target is None or target.is_void:
             with self._lock:
-                target = world.entries.setdefault(key, _Entry())
+                if key not in world.entries or world.entries[key].is_void:
+                    world.entries[key] = Entry()
+                target = world.entries[key]
                 if not target.graphs and not target.given_up:
                     try:
                         self._record(target, larger)
@@ -446,5 +425,5 @@ class Compiled:
         found = self._run(target, tensors)
         if found is NotImplemented:
             target.strikes += 1
-            return self._missed(call)
+            return self._missed(call, target)
         return sizing.cut(self._finished(found, call), n, bool(call.options.get("has_aux")))
