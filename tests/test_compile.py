@@ -1815,7 +1815,8 @@ def test_what_comes_and_goes_in_compiled_code_is_not_kept(monkeypatch: pytest.Mo
         step(w, x)
         for scale in (1, 2):
             lent.clear()
-            torch.testing.assert_close(step(w, scale * x), quantity(fn, w, scale * x))
+            wanted = quantity(fn, w, scale * x)  # sums of 1,000 numbers, added up in another order
+            torch.testing.assert_close(step(w, scale * x), wanted, rtol=1e-4, atol=1e-4)
             assert [n for n in lent if n * 4 >= warm_memory.LEAST][: len(held)] == held
         assert step.cache_info()[:2] == (3, 0)
 
