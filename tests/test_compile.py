@@ -482,7 +482,13 @@ def test_a_call_that_fails_says_nothing_of_others() -> None:
             step(p, (x[:n], torch.full((n,), 7)))
     for n in (5, 4, 5):
         torch.testing.assert_close(step(p, (x[:n], y[:n])), psgrad.per_sample_norms(fn, p, (x[:n], y[:n])))
-    assert step.cache_info()[:3] == (3, 3, 1)
+    assert (before := step.cache_info())[:3] == (3, 3, 1)
+    for _ in range(3):  # nor does one take away what is there
+        with warnings.catch_warnings(), pytest.raises(IndexError, match="out of bounds"):
+            warnings.simplefilter("error")
+            step(p, (x, torch.full((5,), 7)))
+    torch.testing.assert_close(step(p, (x, y)), psgrad.per_sample_norms(fn, p, (x, y)))
+    assert step.cache_info() == before._replace(hits=4, misses=6)  # nothing was recorded anew
 
 
 @pytest.mark.parametrize("backend", ["replay", "inductor"])

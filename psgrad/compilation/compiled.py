@@ -247,10 +247,10 @@ class Compiled:
         else:
             key = signature_of(tensors, structure, settings)
             try:
-                known = world.entries.get(key)
+                known = world.known(key)
             except TypeError:  # an option that has no hash
                 return self._missed(call)
-            entry = self._made(world, key, call) if known is None or known.is_void else known
+            entry = self._made(world, key, call) if known is None else known
             if tensors and all(type(t) is Tensor for t in tensors):
                 self._recent = Recent(world, structure, settings, graphs.likeness(tensors), entry)
         if entry.stays_eager:
@@ -316,13 +316,14 @@ class Compiled:
         self._misses += 1
         if entry is None or entry.refusal is None:
             return self._eagerly(call)
+        refusal, entry.refusal = entry.refusal, None
         try:
             found = self._eagerly(call)
         except Exception:
-            entry.is_void, self._recent = True, None
+            if not entry.graphs:
+                entry.is_void, self._recent = True, None
             raise
-        self._warn(entry.refusal)
-        entry.refusal = None
+        self._warn(refusal)
         return found
 
     def _failed(self, entry: Entry, call: Call) -> Any:
@@ -349,8 +350,8 @@ class Compiled:
     def _made(self, world: World, key: Any, call: Call) -> Entry:
         """The entry for a signature that has not been there before."""
         with self._lock:
-            if key in world.entries and not world.entries[key].is_void:
-                return world.entries[key]
+            if (known := world.known(key)) is not None:
+                return known
             entry = Entry()
             sizing = SIZINGS.get(self.quantity)
             n = None if sizing is None else sizing.samples(call.batch, call.options)
@@ -409,12 +410,10 @@ class Compiled:
         larger = Call(call.params, *sizing.filled_up(call.batch, call.options, n, size))
         tensors, structure = structure_of(larger, plain(larger.options))
         key = signature_of(tensors, structure, graphs.settings())
-        target = world.entries.get(key)
-        if target is None or target.is_void:
+        target = world.known(key)
+        if target is None:
             with self._lock:
-                if key not in world.entries or world.entries[key].is_void:
-                    world.entries[key] = Entry()
-                target = world.entries[key]
+                target = world.entries[key] = world.known(key) or Entry()
                 if not target.graphs and not target.given_up:
                     try:
                         self._record(target, larger)

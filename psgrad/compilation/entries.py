@@ -28,6 +28,11 @@ class World:
         self.entries: dict[Any, Entry] = {}
         self.sizes: dict[Any, list[int]] = {}  # of batches that there are graphs for, by the signature but for the size
 
+    def known(self, key: Any) -> Entry | None:
+        """The entry of a signature; None where a call has yet to say something about its like."""
+        entry = self.entries.get(key)
+        return None if entry is None or entry.is_void else entry
+
 
 class Recent(NamedTuple):
     """The last call that a graph was there for: of one like it nothing has to be worked out."""
