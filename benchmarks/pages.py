@@ -91,7 +91,7 @@ def compiled(ratios: Ratios) -> str:
 
 
 def leaders(ratios: Ratios, ours: str) -> dict[tuple[str, str], list[tuple[float, str]]]:
-    """Who is clearly ahead of psgrad, by workload and quantity, the fastest first."""
+    """Who is clearly ahead of `ours`, by workload and quantity, the fastest first."""
     found = {}
     aside = (BASE, *OURS, *(BY_TORCH if ours == OURS[0] else BY_TORCH[:1]))
     for workload, quantity in product(WORKLOADS, WORDS):
@@ -104,7 +104,7 @@ def leaders(ratios: Ratios, ours: str) -> dict[tuple[str, str], list[tuple[float
 
 
 def ahead(ratios: Ratios, ours: str = OURS[0]) -> str:
-    """Where a peer takes less time than psgrad, as a table."""
+    """Where a peer takes less time than `ours`, as a table."""
     rows = [
         [f"{workload}, {WORDS[quantity]}", ", ".join(f"{name} {r:.2f}" for r, name in faster), own]
         for (workload, quantity), faster in leaders(ratios, ours).items()
@@ -123,6 +123,7 @@ def in_words(ratios: Ratios) -> str:
 
 
 def _named(faster: Mapping[tuple[str, str], Sequence[tuple[float, str]]]) -> str:
+    """Those ahead, on each model."""
     names: dict[str, dict[str, None]] = {}
     for (workload, _), peers in faster.items():
         names.setdefault(workload, {}).update(dict.fromkeys(name for _, name in peers))

@@ -21,8 +21,6 @@ from .strategies import Draw
 
 pytestmark = pytest.mark.skipif(graphs.missing_compiler() is not None, reason="no C++ compiler")
 OPS = ("psgrad.convolution_gradients.default", "psgrad.matrix_gradients.default")
-
-
 TWO_GROUPS = ConvGeometry((1,), (0,), (1,), 2), (1,)  # a kernel of one tap
 
 
@@ -175,6 +173,7 @@ QUANTITIES: dict[Callable[..., Any], dict[str, Any]] = {
     psgrad.per_sample_grads: {},
     psgrad.per_sample_norms: {},
     psgrad.clipped_grad: {"max_norm": 0.5},
+    psgrad.grad_stats: {},
 }
 
 

@@ -152,7 +152,7 @@ class Outer(Factor):
         return torch.cat(found), torch.cat(least)
 
     def vanishing(self) -> Tensor | None:
-        """Where no position has both x and g: those that a loss reads at one end of a recurrent layer, say."""
+        """At no position are x and g both other than zero, as in a recurrent layer whose loss reads one end of it."""
         x, g = (own := self.with_positions).x, own.g
         met = (x.any(-1) & g.any(-1)).flatten(1).any(1)
         return ~met & x.isfinite().flatten(1).all(1) & g.isfinite().flatten(1).all(1)

@@ -71,7 +71,7 @@ def _op(name: str) -> Any:
         if tracing.is_faking() or x.is_meta:  # somebody asks for sizes
             return
         assert result.is_contiguous(), "a result with gaps; please report this"
-        x, g = x.contiguous(), g.contiguous()  # once more: a compiler may lay out otherwise what it was of
+        x, g = x.contiguous(), g.contiguous()  # a compiler may have laid them out otherwise than recorded
         cpp.call(_library(), name, [x, g, result], [torch.get_num_threads(), result.dim() == 1, *sizes])
 
     return one_op(f"psgrad::{name}_gradients(Tensor(a!) result, Tensor x, Tensor g, int[] sizes) -> ()", run)

@@ -27,15 +27,13 @@ class Region(NamedTuple):
 
     def read(self, rows: Tensor) -> Tensor:
         """The same of `rows` (N, *shape) that are somebody else's, perhaps with gaps."""
-        flat = rows.flatten(1)
         if not tracing.is_recorded():
-            shape, strides = (len(flat), *self.shape), (flat.stride(0), *self.strides)
-            return flat.as_strided(shape, strides, flat.storage_offset() + self.offset)
-        # A graph is run with others, elsewhere in memory, and of views compilers do not know where they begin.
-        index = torch.full((1,), self.offset, device=flat.device)
+            return self.rows(rows.contiguous())
+        # A graph will run with rows elsewhere in memory, and compilers lose the place where a view begins.
+        index = torch.full((1,), self.offset, device=rows.device)
         for size, stride in zip(self.shape, self.strides, strict=True):
-            index = (index[:, None] + torch.arange(size, device=flat.device) * stride).flatten()
-        return flat.index_select(1, index).view(len(flat), *self.shape)
+            index = (index[:, None] + torch.arange(size, device=rows.device) * stride).flatten()
+        return rows.flatten(1).index_select(1, index).view(len(rows), *self.shape)
 
     def coalesced(self) -> "Region":
         """The same numbers in the same order along as few axes as can be."""

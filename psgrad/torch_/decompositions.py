@@ -62,7 +62,7 @@ def _mv(a: Tensor, v: Tensor) -> Any:
 def _hypot(a: Tensor, b: Tensor) -> Any:
     """By ops that vectors have. No square leaves the dtype's range; what is not finite stays so."""
     if not a.is_cpu or a.dtype not in _FLOATS or a.dtype is not b.dtype or a.stride() != b.stride():
-        return NotImplemented  # of tensors that are laid out otherwise the result, too, would be
+        return NotImplemented  # where layouts differ torch gives the result strides that ours would not have
     a, b = a.abs(), b.abs()
     larger, smaller = torch.maximum(a, b), torch.minimum(a, b)
     ratio = torch.where(smaller == larger, 1.0, smaller / larger)  # 0 and infinity are not divided by themselves
